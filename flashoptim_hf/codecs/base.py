@@ -1,0 +1,128 @@
+"""What a codec is: a list of planes, and arithmetic that goes from planes to fp32 numbers and back.
+
+A *group* is G consecutive elements of the flattened local parameter; a short last group counts its missing elements as zero, and a
+group never spans two parameters. A *plane* is one flat buffer: a code plane has one entry per element, a constant plane one entry per
+group. A codec serves all states of one parameter together, since rounding them apart is what breaks other 8-bit formats.
+
+A new codec is a file `codecs/<name>.py` that sets `CODEC`; `get_codec` finds it by its file name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError
+
+ALIGN = 64
+"""Every parameter starts at a multiple of this many elements in its planes; a multiple of every codec's group size."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One state of an update rule. `name` as in `torch.optim`; `signed` is False for a second moment, which is never negative."""
+
+    name: str
+    signed: bool
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One flat buffer: `dtype`, and how many elements share an entry (`group` = 1 for codes, G for group constants)."""
+
+    name: str
+    dtype: torch.dtype
+    group: int = 1
+
+    def entries(self, numel: int) -> int:
+        """Entries that `numel` elements take."""
+        return -(-numel // self.group)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes that `numel` elements take."""
+        return self.entries(numel) * self.dtype.itemsize
+
+
+class Codec(ABC):
+    """Stores the states of an update rule in planes.
+
+    Args:
+        states: the rule's states, in the rule's order.
+        dither: deterministic dither instead of rounding to nearest.
+
+    Raises:
+        ConfigurationError: the codec cannot hold such a combination of states.
+    """
+
+    name: ClassVar[str]
+    group: ClassVar[int]
+
+    def __init__(self, states: Sequence[State], dither: bool = True) -> None:
+        self.states = tuple(states)
+        self.dither = dither
+
+    @property
+    @abstractmethod
+    def planes(self) -> tuple[Plane, ...]:
+        """The planes, in the order in which `decode`, `encode` and the device functions take them.
+
+        A state's code plane has the state's name (`exp_avg`), its constants have names that begin with it (`exp_avg_sq_max`).
+        All-zero planes decode to all-zero states.
+        """
+
+    @abstractmethod
+    def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
+        """Planes (flat, on any device) of `numel` elements to one fp32 tensor of shape (numel,) per state."""
+
+    @abstractmethod
+    def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> None:
+        """Write fp32 `values`, one of shape (numel,) per state, into `planes` in place.
+
+        `index` is the position of the first element in its parameter (a multiple of the group size) and `step` the parameter's step
+        count: together they fix the dither, so the same call gives the same bits wherever the planes lie.
+        """
+
+    # Device forms. Both are Triton functions and work on one tile: BLOCK consecutive elements that begin at a multiple of ALIGN.
+    #
+    #   device_decode(planes, start, limit, BLOCK)                               -> tuple of fp32 [BLOCK], one per state
+    #   device_encode(planes, start, limit, values, index, step, BLOCK, DITHER)  -> stores
+    #
+    # planes   tuple of pointers to the page's planes, in the order of `planes`
+    # start    int64, first element of the tile in the page's planes (multiple of ALIGN)
+    # limit    int32, how many of the tile's BLOCK elements exist; the others decode to zero and are not stored
+    # index    int64, position of the tile's first element in its parameter
+    # step     int32, the parameter's step count
+    device_decode: ClassVar[Any]
+    device_encode: ClassVar[Any]
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes that the states of `numel` elements take."""
+        return sum(plane.nbytes(numel) for plane in self.planes)
+
+
+@cache
+def known_codecs() -> tuple[str, ...]:
+    """Names of the codecs, which are the names of their files."""
+    package = importlib.import_module(__package__)
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return tuple(name for name in names if hasattr(importlib.import_module(f"{__package__}.{name}"), "CODEC"))
+
+
+def get_codec(name: str, states: Sequence[State], dither: bool = True) -> Codec:
+    """The codec `name` for the given states.
+
+    Raises:
+        ConfigurationError: no such codec; the message lists those that exist.
+    """
+    if name not in known_codecs():
+        raise ConfigurationError(f"codec={name!r} is not known; choose one of {', '.join(known_codecs())}.")
+    codec: Codec = importlib.import_module(f"{__package__}.{name}").CODEC(states, dither)
+    return codec

@@ -1,0 +1,1 @@
+"""How a rule is applied to tensors that are already in place."""

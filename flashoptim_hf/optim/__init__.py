@@ -1,0 +1,1 @@
+"""The algorithms, and the contract of `torch.optim`."""

@@ -1,0 +1,1 @@
+"""Where state lives, and how it moves."""

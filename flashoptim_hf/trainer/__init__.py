@@ -1,0 +1,1 @@
+"""The seam to transformers and accelerate."""
