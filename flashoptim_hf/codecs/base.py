@@ -126,3 +126,27 @@ def get_codec(name: str, states: Sequence[State], dither: bool = True) -> Codec:
         raise ConfigurationError(f"codec={name!r} is not known; choose one of {', '.join(known_codecs())}.")
     codec: Codec = importlib.import_module(f"{__package__}.{name}").CODEC(states, dither)
     return codec
+
+
+def grouped(flat: Tensor, group: int) -> Tensor:
+    """A flat tensor of shape (numel,) as (groups, group), padded with zeros; a view where nothing is missing."""
+    missing = -flat.numel() % group
+    if missing:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.view(-1, group)
+
+
+def store(planes: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write each value, flattened and cut to the plane's length, into its plane in place; the plane's dtype wins."""
+    for plane, value in zip(planes, values, strict=True):
+        plane.copy_(value.flatten()[: plane.numel()])
+
+
+def weyl(numel: int, index: int, step: int, multipliers: tuple[int, int], device: torch.device) -> Tensor:
+    """Dither in [0, 1): the fraction of a 32-bit Weyl sequence, (i a + t b mod 2^32) / 2^32 in 24 bits, fp32 of shape (numel,).
+
+    i runs from `index`, t is `step`, (a, b) the multipliers. 24 bits, since fp32 would round the largest fractions up to 1.
+    """
+    a, b = multipliers
+    i = torch.arange(index, index + numel, dtype=torch.int64, device=device)
+    return ((i * a + (step * b) % 2**32) % 2**32 >> 8).float() * 2.0**-24

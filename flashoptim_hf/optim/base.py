@@ -1,0 +1,327 @@
+"""`FlashOptimizer`: the contract of `torch.optim` over planes and pages. It knows neither the codec nor whether state is paged."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..codecs import weight_split
+from ..errors import ConfigurationError, UnsupportedError
+from ..kernels import select
+from ..kernels.rule import Segment, UpdateRule
+from ..paging.store import Page
+from . import checkpoint, options
+from .finite import Guard
+from .layout import CORRECTION, Layout, Pool, codec_views, local
+from .report import MemoryReport, build_report
+
+ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+Work: TypeAlias = dict[Tensor, tuple[Tensor, dict[str, Any]]]
+"""Parameter -> (local gradient, group): what one step updates, each parameter once."""
+
+
+class FlashOptimizer(Optimizer):
+    """Base of all algorithms here. A subclass sets `rule` and checks its own group options.
+
+    Options, all keyword-only and all in `defaults`, so that `type(opt)(params, **opt.defaults)` gives the same configuration:
+
+    Args:
+        codec: how states are stored: "log" (default), "softsign", "none", ... One name per file in `codecs/`.
+        master_bits: 24 (default) or 32: bf16 and fp16 weights carry an 8- or 16-bit correction, and the two together are a 24- or 32-bit
+            master weight. None: no correction. Has no effect on fp32 weights.
+        paged: keep state in host memory and bring it to the device page by page. Default False: state lives on the parameter's device.
+        page_bytes: size of a page over all planes, in bytes or as "32MiB" (default).
+        device_budget_bytes: state that stays on the device although it is paged. Default 0.
+        transport: "staged" (default): pages are copied to the device and back.
+        gradient_release: step each page during backward. Default False.
+        nonfinite: what a NaN or an infinity in any gradient does: "skip" (default) leaves weights, state and step counts of that step
+            untouched and warns once, "raise" raises `FloatingPointError` (and waits for the device at each step), "off" does not look.
+        dither: deterministic dither when states are rounded (default True), instead of rounding to nearest.
+        kernel: "auto" (default), "fused" (Triton), or "eager" (plain torch).
+        simulate: seed of the simulated device, for tests; None (default) uses the parameter's own device.
+
+    Raises:
+        ConfigurationError: a value out of range, or a parameter that cannot be stepped.
+    """
+
+    rule: ClassVar[UpdateRule]
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        options.check_defaults(defaults)
+        params = list(params)
+        if not params:
+            raise ConfigurationError(
+                "the optimizer was given no parameters. If a PEFT adapter was loaded, load it with is_trainable=True; "
+                "otherwise check that the parameters you want to train have requires_grad=True."
+            )
+        self._start(defaults)
+        super().__init__(params, defaults)
+
+    def _start(self, defaults: dict[str, Any]) -> None:
+        """Make what is not part of the optimizer's state: pools, engines, counters."""
+        self._layout = Layout(self.rule, defaults)
+        self._guard = Guard(defaults["nonfinite"])
+        self._warned_orphans = False
+
+    # ------------------------------------------------------------------ the contract of torch.optim
+
+    @classmethod
+    def check_group(cls, group: dict[str, Any]) -> None:
+        """Check the algorithm's own group options."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters get state when they are first stepped, and existing state is not touched."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            options.check_group(group, self.defaults)
+            self.check_group(group)
+            names = group.get("param_names", [f"#{i} of group {len(self.param_groups) - 1}" for i in range(len(group["params"]))])
+            for name, param in zip(names, group["params"], strict=True):
+                options.check_param(local(param), name)
+        except ConfigurationError:
+            self.param_groups.pop()
+            raise
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `GradScaler` may leave unscaling and skipping to `step`.
+
+        Not under Accelerate, which learns of a skipped step only by its own patched `step` not being called.
+        """
+        patched = self.__dict__.get("step")
+        return not getattr(patched, "__module__", "").startswith("accelerate")
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Not traced by `torch.compile`: numbers that change at each step would otherwise be compiled in.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._guard.settle()
+        work = {param: (grad, group) for param, grad, group in self._gradients()}
+        verdict = self._guard.check([grad for grad, _ in work.values()], self._all_params(), getattr(self, "found_inf", None))
+        if work and not verdict.skip:
+            self._sweep_orphans()
+            self._layout.ensure((param, group) for param, (_, group) in work.items())
+            self._bind(work)
+            self._update(work, verdict.flags)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of the state: copies on the host, which later steps do not change. See `optim/checkpoint.py` for the format."""
+        return checkpoint.save(self, super().state_dict)
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; the optimizer keeps its own placement (paged or not, page size, kernel) and its own codec.
+
+        Raises:
+            CheckpointError: the state does not fit; nothing has been changed.
+        """
+        checkpoint.load(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        state = {param: dict(values) for param, values in self.state.items()}
+        return {"defaults": self.defaults, "state": state, "param_groups": self.param_groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = state.pop("state")
+        state["state"] = defaultdict(dict)
+        self._start(state["defaults"])
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it here; it is no option of this class
+        checkpoint.adopt(self, values)
+
+    # ------------------------------------------------------------------ beyond torch.optim
+
+    def synchronize(self) -> None:
+        """Wait until the host copies of the state are current; a step that the device skipped is counted as skipped from here on."""
+        self._guard.settle()
+        self._layout.synchronize()
+
+    def decoded_state(self, param: Tensor) -> dict[str, Tensor]:
+        """The parameter's state as fp32 tensors of the (local) parameter's shape, on the CPU when paged, else on its device.
+
+        Returns:
+            One tensor per state ("exp_avg", "exp_avg_sq", or "momentum_buffer"), and "master_weight".
+
+        Raises:
+            KeyError: the parameter has not been stepped yet.
+        """
+        record = self._layout.records.get(param)
+        if record is None or param not in self.state:
+            raise KeyError("this parameter has no state: it has not been stepped, or it does not belong to this optimizer.")
+        self.synchronize()
+        values = record.pool.fmt.codec.decode(codec_views(record), record.block.numel)
+        decoded = {state.name: value.view(record.shape) for state, value in zip(self.rule.states, values, strict=True)}
+        weight = local(param).detach()
+        if CORRECTION in record.views:
+            correction = record.views[CORRECTION]
+            weight = weight.to(correction.device)
+            decoded["master_weight"] = weight_split.join(weight.contiguous().view(-1), correction.view(-1)).view(record.shape)
+        else:
+            decoded["master_weight"] = weight.float().clone()
+        return decoded
+
+    def reset_master(self, param: Tensor | None = None) -> None:
+        """Forget the corrections of one parameter, or of all: the weights as they stand become the master weights."""
+        self.synchronize()
+        records = self._layout.records
+        for record in records.values() if param is None else [records[param]]:
+            if CORRECTION in record.views:
+                record.views[CORRECTION].zero_()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of each plane, where they are, and what the last step moved. See `MemoryReport`."""
+        return build_report(self._layout, self._guard.skipped)
+
+    # ------------------------------------------------------------------ one step
+
+    def _all_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """(parameter, local gradient, group) of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = local(param.grad)
+                    if grad.layout != torch.strided:
+                        raise UnsupportedError(
+                            f"a gradient of shape {tuple(grad.shape)} has layout {grad.layout}; sparse gradients are not supported. "
+                            "Use nn.Embedding(..., sparse=False)."
+                        )
+                    yield param, grad, group
+
+    def _sweep_orphans(self) -> None:
+        """Free the state of parameters that are no longer in any group, or whose entry in `state` was removed."""
+        records = self._layout.records
+        if not records:
+            return
+        present = set(self._all_params())
+        orphans = [param for param in records if param not in present]
+        for param in [*orphans, *(param for param in records if param in present and param not in self.state)]:
+            self._layout.drop(param)
+            self.state.pop(param, None)
+        if orphans and not self._warned_orphans:
+            self._warned_orphans = True
+            warnings.warn(
+                f"{len(orphans)} parameters with optimizer state are no longer in any parameter group: their state was freed, and the tensors that "
+                "replaced them start without state. Wrap or shard the model before the first step, or load the state after wrapping.",
+                stacklevel=4,
+            )
+
+    def _bind(self, work: Work) -> None:
+        """Show every record's views in `state`, and refuse a parameter that was resized under its state."""
+        for param in work:
+            record = self._layout.records[param]
+            if record.shape != local(param).shape:
+                raise UnsupportedError(
+                    f"a parameter had shape {tuple(record.shape)} when its state was made and has {tuple(local(param).shape)} now. "
+                    "Resize the model (for example its embeddings) before the optimizer is made."
+                )
+            self.state[param] = record.views
+
+    def _update(self, work: Work, flags: dict[torch.device, Tensor]) -> None:
+        """Run the kernel over every page that holds a parameter in `work`, device by device."""
+        records = self._layout.records
+        flat = {param: Flat(local(param), grad) for param, (grad, _) in work.items()}
+        hyper = self._hyper(work)
+        by_device: dict[torch.device, list[tuple[Page, Pool]]] = defaultdict(list)
+        for pool in self._layout.pools.values():
+            pages = (page for page in pool.store.pages if any(piece.block.owner in work for piece in page.pieces))
+            by_device[pool.key.device] += [(page, pool) for page in pages]
+
+        for device, entries in by_device.items():
+            kernel = select.kernel_for(device, self.defaults["kernel"])
+            pools = {id(page): pool for page, pool in entries}
+            scale = self._inv_scale(device)
+            flag = flags.get(device)
+
+            def prepare(
+                page: Page,
+                planes: tuple[Tensor, ...],
+                kernel: select.Kernel = kernel,
+                pools: dict[int, Pool] = pools,
+                scale: Tensor | None = scale,
+                flag: Tensor | None = flag,
+            ) -> Callable[[], None]:
+                segments = [
+                    Segment(
+                        *flat[piece.block.owner].cut(piece.index, piece.numel),
+                        start=piece.start,
+                        index=piece.index,
+                        step=records[piece.block.owner].step + 1,
+                        hyper=hyper[piece.block.owner],
+                    )
+                    for piece in page.pieces
+                    if piece.numel and piece.block.owner in work
+                ]
+                return lambda: kernel(planes, segments, pools[id(page)].fmt, inv_scale=scale, skip=flag)
+
+            self._layout.engine(device).run([page for page, _ in entries], prepare)
+        for entry in flat.values():
+            entry.write_back()
+        stepped = [records[param] for param in work]
+        for record in stepped:
+            record.set_step(record.step + 1)
+        self._guard.defer(flags, stepped, self._layout)
+
+    def _hyper(self, work: Work) -> dict[Tensor, tuple[Any, ...]]:
+        """The rule's scalars of each parameter, computed once per group and step count."""
+        known: dict[tuple[int, int], tuple[Any, ...]] = {}
+        hyper: dict[Tensor, tuple[Any, ...]] = {}
+        for param, (_, group) in work.items():
+            step = self._layout.records[param].step + 1
+            key = (id(group), step)
+            if key not in known:
+                lr = group["lr"]
+                # a learning rate on the device stays there: reading it would wait for the device
+                lr = float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()).float()
+                known[key] = (lr, *self.rule.scalars(group, step))
+            hyper[param] = known[key]
+        return hyper
+
+    def _inv_scale(self, device: torch.device) -> Tensor | None:
+        """1 / the scale that `GradScaler` left on this optimizer, on `device`."""
+        scale = getattr(self, "grad_scale", None)
+        return None if scale is None else scale.to(device=device, dtype=torch.float32, non_blocking=True).reshape(()).reciprocal()
+
+
+class Flat:
+    """A parameter and its gradient as flat contiguous tensors; a parameter of another layout is copied, updated and written back."""
+
+    def __init__(self, param: Tensor, grad: Tensor) -> None:
+        param = param.detach()
+        self.original = None if param.is_contiguous() else param
+        self.weights = param.contiguous().view(-1)
+        grad = grad.detach()
+        if grad.dtype not in options.WEIGHT_DTYPES:
+            grad = grad.float()
+        self.grad = grad.contiguous().view(-1)
+
+    def cut(self, start: int, numel: int) -> tuple[Tensor, Tensor]:
+        return self.weights[start : start + numel], self.grad[start : start + numel]
+
+    def write_back(self) -> None:
+        if self.original is not None:
+            self.original.copy_(self.weights.view(self.original.shape))

@@ -1,0 +1,240 @@
+"""What a state dict holds, and how it goes in and out.
+
+    state[i]         "step": int64, 0-dim
+                     one tensor per code plane in the parameter's (local) shape, named as in `torch.optim` ("exp_avg", "exp_avg_sq")
+                     one tensor per constant plane, one entry per group ("exp_avg_sq_max", ...)
+                     "correction": int8 or int16 in the parameter's shape, for 16-bit weights
+    param_groups[j]  the group's options, and "flashoptim_format": the version of this format
+
+Only tensors and plain numbers: it loads with `weights_only=True`, without this package. Where the state lay, and which kernel made it,
+is not in it. Saving copies the planes as they are: at most one extra copy of the quantized state, on the host, and no decoded tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Codec, get_codec
+from ..codecs.weight_split import CORRECTION_DTYPE
+from ..errors import CheckpointError, ConfigurationError
+from .layout import CORRECTION, STEP, Record, codec_views, local
+from .options import PLACEMENT, STORAGE
+
+if TYPE_CHECKING:
+    from .base import FlashOptimizer
+
+FORMAT_KEY = "flashoptim_format"
+FORMAT = 1
+
+
+def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A snapshot: every tensor a copy of its own on the CPU. `base_state_dict` is `torch.optim.Optimizer.state_dict`, which runs the hooks."""
+    optimizer.synchronize()
+    saved = base_state_dict()
+    for key, values in saved["state"].items():
+        if isinstance(values, dict):
+            # a copy also cuts each tensor out of the pool it is a view of: torch.save would write the whole pool
+            saved["state"][key] = {name: _copy(value) for name, value in values.items()}
+    for group in saved["param_groups"]:
+        for name in PLACEMENT:
+            group.pop(name, None)
+        group[FORMAT_KEY] = FORMAT
+    return saved
+
+
+def _copy(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value) if isinstance(value, Tensor) else deepcopy(value)
+
+
+@torch.no_grad()
+def load(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> None:
+    """Check everything, then replace options and state. See `FlashOptimizer.load_state_dict`.
+
+    Raises:
+        CheckpointError: names the parameter, both shapes or both formats. Nothing has been changed.
+    """
+    state_dict = state_dict.copy()
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        result = hook(optimizer, state_dict)
+        if result is not None:
+            state_dict = result
+
+    saved_groups = deepcopy(state_dict["param_groups"])
+    matched = _match(optimizer, saved_groups)
+    incoming: dict[Tensor, _Incoming] = {}
+    extra: dict[Any, Any] = {}
+    for key, values in state_dict["state"].items():
+        if key not in matched:
+            extra[key] = values
+        elif values:
+            param, name, saved_group = matched[key]
+            incoming[param] = _Incoming(optimizer, param, name, values, saved_group)
+
+    _replace_groups(optimizer, saved_groups)
+    _replace_state(optimizer, incoming)
+    optimizer.state.update(extra)
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def adopt(optimizer: FlashOptimizer, values: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Copy the state of the optimizer's own parameters, as `__getstate__` left it, into fresh planes."""
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    incoming = {
+        param: _Incoming(optimizer, param, "parameter", state, groups[param])
+        for param, state in values.items()
+        if param in groups and state
+    }
+    _replace_state(optimizer, incoming)
+
+
+class _Incoming:
+    """The saved state of one parameter, checked against the parameter at construction; `write` puts it into a record.
+
+    Raises:
+        CheckpointError: it does not belong to this parameter, or to this algorithm.
+    """
+
+    def __init__(self, optimizer: FlashOptimizer, param: Tensor, name: str, values: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        self.values = values
+        self.param = param
+        shape = local(param).shape
+        try:
+            self.codec: Codec = get_codec(group.get("codec", "?"), optimizer.rule.states, group.get("dither", True))
+        except ConfigurationError as error:
+            raise CheckpointError(
+                f"this state was not written by {type(optimizer).__name__}: {name} has the entries {sorted(values)} and its group names no codec "
+                f"that is known here ({error})"
+            ) from None
+        missing = [plane.name for plane in self.codec.planes if plane.name not in values] + ([] if STEP in values else [STEP])
+        if missing:
+            raise CheckpointError(
+                f"the state of {name} lacks {', '.join(missing)} (it has {', '.join(sorted(values))}): it belongs to another algorithm or is "
+                f"damaged. {type(optimizer).__name__} with codec={self.codec.name!r} needs all of them."
+            )
+        for plane in self.codec.planes:
+            saved = values[plane.name]
+            fits = saved.shape == shape if plane.group == 1 else saved.numel() == plane.entries(shape.numel())
+            if not fits or saved.dtype != plane.dtype:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(shape)}, and its saved state {plane.name!r} has shape {tuple(saved.shape)} and dtype {saved.dtype}"
+                    f" (expected {plane.dtype}). Was the model changed, for example another LoRA rank, other target modules or a resized vocabulary?"
+                )
+        correction = values.get(CORRECTION)
+        if correction is not None and (correction.shape != shape or correction.dtype not in CORRECTION_DTYPE.values()):
+            raise CheckpointError(f"{name} has shape {tuple(shape)}, and its saved correction has shape {tuple(correction.shape)}, {correction.dtype}.")
+
+    def write(self, record: Record) -> bool:
+        """Copy into the record's planes; True where the states had to be decoded and encoded again."""
+        target = record.pool.fmt.codec
+        sources = [self.values[plane.name].reshape(-1) for plane in self.codec.planes]
+        step = int(self.values[STEP])
+        same = target.name == self.codec.name
+        if same:
+            for view, source in zip(codec_views(record), sources, strict=True):
+                view.copy_(source)
+        else:
+            # decoded where the file lies (the CPU), one parameter at a time
+            decoded = self.codec.decode([source.cpu() for source in sources], record.block.numel)
+            home = codec_views(record)[0].device
+            target.encode([value.to(home) for value in decoded], codec_views(record), step=step)
+        if CORRECTION in record.views and CORRECTION in self.values:
+            _copy_correction(record.views[CORRECTION], self.values[CORRECTION])
+        record.set_step(step)
+        return not same
+
+
+def _copy_correction(view: Tensor, saved: Tensor) -> None:
+    """Corrections of the same width are copied; of another width, scaled to it, which is exact from 8 to 16 bits within 2^-16 ulp."""
+    if view.dtype == saved.dtype:
+        view.copy_(saved)
+    else:
+        ratio = torch.iinfo(view.dtype).max / torch.iinfo(saved.dtype).max
+        view.copy_(torch.round(saved.double() * ratio))
+
+
+def _names(optimizer: FlashOptimizer) -> list[list[str]]:
+    """For messages: the name of each parameter, or its place in its group."""
+    return [
+        group.get("param_names") or [f"parameter {i} of group {j}" for i in range(len(group["params"]))]
+        for j, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dict[Any, tuple[Tensor, str, dict[str, Any]]]:
+    """Saved parameter id -> (parameter, its name, saved group): by name where both sides know names, else by position."""
+    groups = optimizer.param_groups
+    for group in saved_groups:
+        if group.get(FORMAT_KEY, FORMAT) > FORMAT:
+            raise CheckpointError(
+                f"this state has format {group[FORMAT_KEY]}, and this version reads formats up to {FORMAT}. Install a newer flashoptim-hf."
+            )
+    if len(groups) != len(saved_groups):
+        raise CheckpointError(f"the state has {len(saved_groups)} parameter groups, and this optimizer has {len(groups)}.")
+    names = _names(optimizer)
+    matched: dict[Any, tuple[Tensor, str, dict[str, Any]]] = {}
+    for j, (group, saved, own) in enumerate(zip(groups, saved_groups, names, strict=True)):
+        theirs = saved.get("param_names")
+        if theirs and "param_names" in group and set(theirs) != set(own):
+            raise CheckpointError(
+                f"group {j} of the state and of this optimizer differ in their parameters. Only in the state: {_few(set(theirs) - set(own))}; "
+                f"only here: {_few(set(own) - set(theirs))}."
+            )
+        if len(group["params"]) != len(saved["params"]):
+            shapes = _few([f"{name} {tuple(p.shape)}" for name, p in zip(own, group["params"], strict=True)])
+            raise CheckpointError(
+                f"group {j} of the state has {len(saved['params'])} parameters, and this optimizer's has {len(group['params'])}: {shapes}. "
+                "Was the model changed, for example other LoRA target modules or other frozen layers?"
+            )
+        order = {name: i for i, name in enumerate(own)} if theirs and "param_names" in group else None
+        for i, key in enumerate(saved["params"]):
+            k = order[theirs[i]] if order and theirs else i
+            matched[key] = (group["params"][k], own[k], saved)
+    return matched
+
+
+def _few(names: Any, limit: int = 5) -> str:
+    names = sorted(names) if isinstance(names, set) else list(names)
+    return (", ".join(names[:limit]) or "none") + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _replace_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> None:
+    """Take over every saved option except where and how this optimizer stores its state."""
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        kept = {name: group[name] for name in (*PLACEMENT, *STORAGE, "params", "param_names") if name in group}
+        group.update({name: value for name, value in saved.items() if name not in kept and name != FORMAT_KEY})
+
+
+def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming]) -> None:
+    optimizer.synchronize()
+    layout = optimizer._layout
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    for param in list(layout.records):
+        if param not in incoming:
+            layout.drop(param)
+    optimizer.state = defaultdict(dict)
+    layout.ensure((param, groups[param]) for param in incoming)
+    recoded = [entry for param, entry in incoming.items() if entry.write(layout.records[param])]
+    for param in incoming:
+        optimizer.state[param] = layout.records[param].views
+    lost = [param for param, entry in incoming.items() if (CORRECTION in entry.values) != (CORRECTION in layout.records[param].views)]
+    if recoded:
+        warnings.warn(
+            f"the state of {len(recoded)} parameters was stored with codec={recoded[0].codec.name!r} and has been stored anew with "
+            f"{layout.records[recoded[0].param].pool.key.codec!r}; each value is within that codec's error.",
+            stacklevel=5,
+        )
+    if lost:
+        warnings.warn(
+            f"{len(lost)} parameters have a correction to 24- or 32-bit master weights only in the state or only here (another weight dtype or "
+            "master_bits): their master weights start from the weights as they are now.",
+            stacklevel=5,
+        )

@@ -1,0 +1,120 @@
+"""What happens to a step whose gradients are not all finite.
+
+One NaN that enters a moving average stays, and with group constants it spoils its neighbours too. So the whole step is dropped: no weight,
+no state and no step count changes, as if the batch had not been there.
+
+On a CPU this is known before the step. On a device nobody waits: the kernels get a flag and write nothing where it is set, and the host
+reads the flag before the next step, when it has long been there, and takes the step counts back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .layout import Layout, Record
+
+
+@dataclass
+class Verdict:
+    """`skip`: the host knows that this step must not happen. `flags`: one fp32 0-dim tensor per device that kernels must obey."""
+
+    skip: bool = False
+    flags: dict[torch.device, Tensor] = field(default_factory=dict)
+
+
+class Guard:
+    """Applies one of the policies "skip", "raise" and "off", and counts the steps that were skipped."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.skipped = 0
+        self._pending: tuple[Callable[[], bool], list[Record]] | None = None
+
+    def check(self, grads: Sequence[Tensor], params: Sequence[Tensor], found_inf: Tensor | None) -> Verdict:
+        """Look at all gradients of a step.
+
+        Args:
+            grads: local gradients, any floating dtype, on any devices.
+            params: all parameters; where they are DTensors, the ranks of their mesh decide together.
+            found_inf: what `GradScaler` found, or None.
+
+        Raises:
+            FloatingPointError: policy "raise" and a gradient that is not finite.
+        """
+        flags = self._flags(grads) if self.policy != "off" else {}
+        if found_inf is not None:
+            home = found_inf.device
+            flags[home] = flags.get(home, torch.zeros((), device=home)) + found_inf.reshape(()).float()
+        if not flags and not any(hasattr(param, "device_mesh") for param in params):
+            return Verdict()
+        if self.policy != "off":
+            flags = _agree(flags, params)
+        if len(flags) > 1:
+            flags = {device: sum(flag.to(device, non_blocking=True) for flag in flags.values()) for device in flags}
+        if self.policy == "raise" or all(device.type == "cpu" for device in flags):
+            if not any(bool(flag) for flag in flags.values()):
+                return Verdict()
+            if self.policy == "raise":
+                raise FloatingPointError(
+                    "a gradient holds NaN or infinity; weights and optimizer state are unchanged. With nonfinite='skip' such steps are left out."
+                )
+            self._count_one()
+            return Verdict(skip=True)
+        return Verdict(flags=flags)
+
+    def defer(self, flags: dict[torch.device, Tensor], records: list[Record], layout: Layout) -> None:
+        """Remember a step whose flags only the device knows; `settle` finishes it."""
+        if flags:
+            device, flag = next(iter(flags.items()))
+            self._pending = (layout.engine(device).backend.read_later(flag), records)
+
+    def settle(self) -> None:
+        """Read the flag of the last step, if it is still open, and take back the step counts of a step that was skipped."""
+        if self._pending is None:
+            return
+        was_skipped, records = self._pending
+        self._pending = None
+        if was_skipped():
+            for record in records:
+                record.set_step(record.step - 1)
+            self._count_one()
+
+    def _flags(self, grads: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            if grad.numel():
+                by_device.setdefault(grad.device, []).append(grad)
+        flags = {}
+        for device, tensors in by_device.items():
+            # the largest magnitude is finite exactly if every element is; NaN wins every comparison in this norm
+            norms = torch._foreach_norm(tensors, float("inf"))
+            largest = torch.stack([norm.float() for norm in norms]).amax()
+            flags[device] = (~torch.isfinite(largest)).float()
+        return flags
+
+    def _count_one(self) -> None:
+        self.skipped += 1
+        if self.skipped == 1:
+            warnings.warn(
+                "a gradient held NaN or infinity: this step was skipped, and weights and optimizer state are as before it. Further skipped steps are "
+                "counted in memory_report().skipped_steps and not reported one by one. If they go on, lower the learning rate or look at the data.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _agree(flags: dict[torch.device, Tensor], params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    """Where parameters are sharded, every rank of their meshes gets the largest flag, so that all skip or none does."""
+    meshes = {param.device_mesh: param for param in params if hasattr(param, "device_mesh")}
+    for mesh, param in meshes.items():
+        device = param._local_tensor.device  # type: ignore[attr-defined]
+        flag = flags.get(device, torch.zeros((), device=device))
+        for group in mesh.get_all_groups():
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+        flags[device] = flag
+    return flags

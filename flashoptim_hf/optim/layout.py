@@ -1,0 +1,159 @@
+"""Which parameter is stored in which pool: made when a parameter is first stepped, changed when the parameter changes.
+
+A pool holds the parameters that share a device, a dtype and a format, so that one kernel serves a whole page. Parameters enter a pool
+when they first have a gradient, not at construction: FSDP2 and `model.to(...)` replace or convert them in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Plane, get_codec
+from ..codecs.weight_split import CORRECTION_DTYPE
+from ..kernels.rule import Format, UpdateRule
+from ..paging.engine import Engine
+from ..paging.store import Block, StateStore
+from ..paging.streams import backend_for
+
+CORRECTION = "correction"
+STEP = "step"
+
+
+class PoolKey(NamedTuple):
+    """What the parameters of one pool have in common."""
+
+    device: torch.device
+    dtype: torch.dtype
+    codec: str
+    master_bits: int
+    dither: bool
+
+
+@dataclass
+class Pool:
+    """Parameters of one format on one device, and the store of their planes."""
+
+    key: PoolKey
+    fmt: Format
+    store: StateStore
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return self.store.planes
+
+
+@dataclass
+class Record:
+    """One parameter's state: where its planes are, and how many steps it has made."""
+
+    pool: Pool
+    block: Block
+    shape: torch.Size
+    step: int = 0
+    views: dict[str, Tensor] = field(default_factory=dict)
+
+    def set_step(self, step: int) -> None:
+        self.step = step
+        self.views[STEP].fill_(step)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: a DTensor's shard, any other tensor itself."""
+    shard = getattr(tensor, "_local_tensor", None)
+    return tensor if shard is None else shard
+
+
+def pool_key(param: Tensor, group: dict[str, Any]) -> PoolKey:
+    """The pool a parameter belongs to now. fp32 weights carry no correction, whatever `master_bits` says."""
+    param = local(param)
+    bits = group["master_bits"] if param.dtype != torch.float32 else None
+    return PoolKey(param.device, param.dtype, group["codec"], bits or 0, group["dither"])
+
+
+class Layout:
+    """Pools, engines and records of one optimizer."""
+
+    def __init__(self, rule: UpdateRule, options: dict[str, Any]) -> None:
+        self.rule = rule
+        self.options = options
+        self.pools: dict[PoolKey, Pool] = {}
+        self.engines: dict[torch.device, Engine] = {}
+        self.records: dict[Tensor, Record] = {}
+
+    def engine(self, device: torch.device) -> Engine:
+        """The engine of a device, made once."""
+        if device not in self.engines:
+            self.engines[device] = Engine(backend_for(device, self.options["simulate"]))
+        return self.engines[device]
+
+    def pool(self, key: PoolKey) -> Pool:
+        """The pool of a key, made once."""
+        if key not in self.pools:
+            codec = get_codec(key.codec, self.rule.states, key.dither)
+            planes = codec.planes
+            if key.master_bits:
+                planes = (*planes, Plane(CORRECTION, CORRECTION_DTYPE[key.master_bits]))
+            store = StateStore(
+                planes, backend=self.engine(key.device).backend, paged=self.options["paged"], page_bytes=self.options["page_bytes"]
+            )
+            self.pools[key] = Pool(key, Format(self.rule, codec, key.master_bits), store)
+        return self.pools[key]
+
+    def ensure(self, params: Iterable[tuple[Tensor, dict[str, Any]]]) -> list[Tensor]:
+        """Give every (parameter, group) a record in the right pool; returns the parameters whose record is new or has moved.
+
+        A parameter whose dtype, device or codec changed keeps its step count and every plane that the new pool has too.
+        """
+        wanted: dict[PoolKey, list[Tensor]] = {}
+        for param, group in params:
+            key = pool_key(param, group)
+            record = self.records.get(param)
+            if record is None or record.pool.key != key:
+                wanted.setdefault(key, []).append(param)
+        changed: list[Tensor] = []
+        for key, members in wanted.items():
+            pool = self.pool(key)
+            for param, block in zip(members, pool.store.allocate([local(p).numel() for p in members]), strict=True):
+                self._enter(param, pool, block)
+                changed.append(param)
+        return changed
+
+    def _enter(self, param: Tensor, pool: Pool, block: Block) -> None:
+        old = self.records.get(param)
+        record = Record(pool, block, local(param).shape)
+        block.owner = param
+        for i, plane in enumerate(pool.planes):
+            view = block.view(i)
+            record.views[plane.name] = view.view(record.shape) if plane.group == 1 else view
+        record.views[STEP] = torch.zeros((), dtype=torch.int64)
+        if old is not None:
+            if old.pool.key.codec == pool.key.codec:
+                for name in record.views.keys() & old.views.keys():
+                    if record.views[name].dtype == old.views[name].dtype:
+                        record.views[name].copy_(old.views[name])
+            else:
+                decoded = old.pool.fmt.codec.decode(codec_views(old), old.block.numel)
+                pool.fmt.codec.encode([v.to(pool.key.device) for v in decoded], codec_views(record), step=old.step)
+            record.set_step(old.step)
+            old.pool.store.free(old.block)
+        self.records[param] = record
+
+    def drop(self, param: Tensor) -> None:
+        """Forget a parameter and free its part of the planes."""
+        record = self.records.pop(param)
+        record.pool.store.free(record.block)
+
+    def synchronize(self) -> None:
+        """Wait until the home copies of all planes are current."""
+        for engine in self.engines.values():
+            engine.synchronize()
+
+
+def codec_views(record: Record) -> list[Tensor]:
+    """The record's planes without the correction, flat, in the codec's order."""
+    return [record.block.view(i) for i in range(len(record.pool.fmt.codec.planes))]

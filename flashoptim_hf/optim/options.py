@@ -1,0 +1,100 @@
+"""The options of every optimizer: what values they take, and what they mean. Checked once, at construction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import known_codecs
+from ..errors import ConfigurationError
+from ..paging.plan import parse_bytes
+
+PLACEMENT = ("paged", "page_bytes", "device_budget_bytes", "transport", "gradient_release", "kernel", "simulate", "nonfinite")
+"""Options that say where and how, not what: the same for all groups, and never part of a checkpoint."""
+
+STORAGE = ("codec", "master_bits", "dither")
+"""Options that say how numbers are stored. A checkpoint carries them; loading keeps the optimizer's own and converts."""
+
+CHOICES = {
+    "transport": ("staged",),
+    "nonfinite": ("skip", "raise", "off"),
+    "kernel": ("auto", "eager", "fused"),
+}
+
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_defaults(options: dict[str, Any]) -> None:
+    """Check the options that hold for the whole optimizer, and normalise sizes to bytes, in place.
+
+    Raises:
+        ConfigurationError: names the option, its value and what is allowed.
+    """
+    for name, choices in CHOICES.items():
+        if options[name] not in choices:
+            raise ConfigurationError(f"{name}={options[name]!r} is not known; choose one of {', '.join(map(repr, choices))}.")
+    for name in ("paged", "gradient_release", "dither"):
+        if not isinstance(options[name], bool):
+            raise ConfigurationError(f"{name}={options[name]!r} must be True or False.")
+    options["page_bytes"] = parse_bytes(options["page_bytes"])
+    options["device_budget_bytes"] = parse_bytes(options["device_budget_bytes"])
+    if options["page_bytes"] <= 0:
+        raise ConfigurationError(f"page_bytes={options['page_bytes']} must be positive, for example '32MiB'.")
+    if options["device_budget_bytes"]:
+        raise ConfigurationError("device_budget_bytes: a budget for resident pages is not available yet; use 0, or paged=False to keep all state on the device.")
+    if options["gradient_release"]:
+        raise ConfigurationError("gradient_release=True is not available yet; use gradient checkpointing to save memory.")
+    simulate = options["simulate"]
+    if simulate is not None and (isinstance(simulate, bool) or not isinstance(simulate, int)):
+        raise ConfigurationError(f"simulate={simulate!r} must be None or the integer seed of the simulated device.")
+
+
+def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Check the options of one parameter group.
+
+    Raises:
+        ConfigurationError: names the option, its value and what is allowed.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ConfigurationError(f"lr is a tensor of shape {tuple(lr.shape)}; it must hold one number.")
+    elif not (lr >= 0 and math.isfinite(lr)):
+        raise ConfigurationError(f"lr={lr!r} must be a finite number, at least 0.")
+    if not group["weight_decay"] >= 0:
+        raise ConfigurationError(f"weight_decay={group['weight_decay']!r} must be at least 0.")
+    if group["codec"] not in known_codecs():
+        raise ConfigurationError(f"codec={group['codec']!r} is not known; choose one of {', '.join(map(repr, known_codecs()))}.")
+    if group["master_bits"] not in (24, 32, None):
+        raise ConfigurationError(
+            f"master_bits={group['master_bits']!r} is not known; choose 24 (8-bit correction), 32 (16-bit correction) or None (no correction)."
+        )
+    for name in PLACEMENT:
+        if group.get(name, defaults[name]) != defaults[name]:
+            raise ConfigurationError(
+                f"{name}={group[name]!r} in a parameter group: this option holds for the whole optimizer ({name}={defaults[name]!r}). "
+                "Only lr, betas, eps, weight_decay, codec, master_bits and dither can differ between groups."
+            )
+
+
+def check_param(param: Tensor, name: str) -> None:
+    """Check that a parameter can be stepped.
+
+    Raises:
+        ConfigurationError: names the parameter, its dtype or layout, and the way out.
+    """
+    if param.dtype not in WEIGHT_DTYPES:
+        raise ConfigurationError(
+            f"parameter {name} of shape {tuple(param.shape)} has dtype {param.dtype}; bfloat16, float16 and float32 are supported. "
+            "Convert it (model.float()), or leave it out of the optimizer."
+        )
+    if param.layout != torch.strided:
+        raise ConfigurationError(f"parameter {name} has layout {param.layout}; only dense (strided) parameters are supported.")
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+        raise ConfigurationError(
+            f"parameter {name} of shape {tuple(param.shape)} is an expanded tensor (strides {param.stride()}): several elements share memory and "
+            "cannot be updated one by one. Pass a parameter of its own, for example nn.Parameter(tensor.contiguous())."
+        )

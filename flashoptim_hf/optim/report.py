@@ -1,0 +1,97 @@
+"""`memory_report()`: how many bytes of what lie where, and what the last step moved."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .layout import CORRECTION, STEP, Layout
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of optimizer state, counted, not estimated.
+
+    Attributes:
+        planes: bytes in use of each plane, by its name in `state`.
+        moment_bytes: sum of the planes without the corrections.
+        correction_bytes: the corrections that complete 16-bit weights to master weights.
+        state_bytes: all planes.
+        host_bytes: host memory allocated for planes, with alignment and spare room.
+        device_bytes: device memory allocated for planes and staging; None where there is no device.
+        staging_bytes: device memory for pages in flight.
+        pinned: whether the host memory is pinned; None where no state is in host memory for a device.
+        pages: number of pages.
+        page_in_bytes, page_out_bytes: bytes that the last step moved to and from the device.
+        launches: kernel launches of the last step.
+        num_params: elements that have state on this process.
+        quantized_share: share of these elements whose states are stored in fewer than four bytes each.
+        skipped_steps: steps left out because a gradient was not finite.
+    """
+
+    planes: dict[str, int]
+    moment_bytes: int
+    correction_bytes: int
+    state_bytes: int
+    host_bytes: int
+    device_bytes: int | None
+    staging_bytes: int
+    pinned: bool | None
+    pages: int
+    page_in_bytes: int
+    page_out_bytes: int
+    launches: int
+    num_params: int
+    quantized_share: float
+    skipped_steps: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and dictionaries."""
+        return asdict(self)
+
+
+def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
+    """Count what the layout holds now."""
+    planes: dict[str, int] = {}
+    num_params = quantized = 0
+    for record in layout.records.values():
+        for name, view in record.views.items():
+            if name != STEP:
+                planes[name] = planes.get(name, 0) + view.numel() * view.itemsize
+        num_params += record.block.numel
+        if record.pool.key.codec != "none":
+            quantized += record.block.numel
+
+    host = device = 0
+    has_device = False
+    pinned: bool | None = None
+    for pool in layout.pools.values():
+        backend, store = layout.engine(pool.key.device).backend, pool.store
+        has_device = has_device or backend.stages
+        if store.paged or not backend.stages:
+            host += store.allocated_bytes
+        else:
+            device += store.allocated_bytes
+        if store.paged and backend.stages and backend.pinned is not None:
+            pinned = backend.pinned and pinned is not False
+    engines = list(layout.engines.values())
+    staging = sum(engine.staging_bytes for engine in engines)
+    total = sum(planes.values())
+    correction = planes.get(CORRECTION, 0)
+    return MemoryReport(
+        planes=planes,
+        moment_bytes=total - correction,
+        correction_bytes=correction,
+        state_bytes=total,
+        host_bytes=host,
+        device_bytes=device + staging if has_device else None,
+        staging_bytes=staging,
+        pinned=pinned,
+        pages=sum(len(pool.store.pages) for pool in layout.pools.values()),
+        page_in_bytes=sum(engine.traffic.bytes_in for engine in engines),
+        page_out_bytes=sum(engine.traffic.bytes_out for engine in engines),
+        launches=sum(engine.traffic.launches for engine in engines),
+        num_params=num_params,
+        quantized_share=quantized / num_params if num_params else 0.0,
+        skipped_steps=skipped_steps,
+    )
