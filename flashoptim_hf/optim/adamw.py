@@ -41,7 +41,7 @@ def adamw_eager(
     m = states[0] * beta1 + grad * beta1_rest
     v = states[1] * beta2 + grad * grad * beta2_rest
     denominator = v.sqrt() + eps
-    update = torch.where(denominator > 0, m / denominator, 0)
+    update = torch.where(denominator != 0, m / denominator, 0)
     return (m, v), weight * (1 - lr * weight_decay) - (lr * rate) * update
 
 
@@ -52,7 +52,7 @@ def adamw_device(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
     m = states[0] * beta1 + grad * beta1_rest
     v = states[1] * beta2 + grad * grad * beta2_rest
     denominator = tl.sqrt(v) + eps
-    update = tl.where(denominator > 0, m / denominator, 0.0)
+    update = tl.where(denominator != 0, m / denominator, 0.0)
     return (m, v), weight * (1 - lr * weight_decay) - (lr * rate) * update
 
 

@@ -33,7 +33,7 @@ class Guard:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.skipped = 0
-        self._pending: tuple[Callable[[], bool], list[Record]] | None = None
+        self._pending: tuple[Callable[[], float], list[Record]] | None = None
 
     def check(self, grads: Sequence[Tensor], params: Sequence[Tensor], found_inf: Tensor | None) -> Verdict:
         """Look at all gradients of a step.
