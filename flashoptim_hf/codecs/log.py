@@ -5,7 +5,12 @@ u = m / r̂, a multiple of the *decoded* r̂. The error of m is then an error of
 update can never become m / eps. 2.156 bytes per parameter: two codes, and per 64 elements two fp32 numbers and one bf16 number.
 
 Error of one encode, with r̂ and m̂ what decodes: |log2(r̂ / r)| <= step for r >= 2^lo and |m̂ - m| <= r̂ umax / 127; half of each when
-rounding to nearest. Elements more than 24 octaves below the largest of their group are raised to that limit.
+rounding to nearest. Elements more than 24 octaves below the largest of their group are raised to that limit. Any finite values do; an
+infinite v is stored as the largest that fp32 holds, and NaN has no defined result.
+
+The constants lie on coarse grids, so that encoding what was decoded finds them again bit for bit in spite of the rounding of exp2, log2
+and three multiplications. Rounding to nearest, every code and constant then survives a round trip. With dither a group's largest element
+may be rounded down, and the next encode fits the constants to what is there.
 
 Sources: block-wise 8-bit states, arXiv 2110.02861, section 2; companding of both moments, arXiv 2602.23349, section 3; why low-bit EMAs
 need unbiased rounding, arXiv 2505.00347, section 4.
@@ -27,20 +32,42 @@ MAX_OCTAVES = 24.0
 MIN_STEP = 2.0**-8
 LN2 = math.log(2.0)
 
+# fp32 holds log2 r to 2^-18 and (hi - lo) / 254 to 2^-25, where they are largest; both grids are four times as wide or more. A step off by
+# the width of its grid moves the lowest code by 254 * 2^-22 octaves, a 64th of the smallest step.
+HI_GRID = 2.0**-16
+STEP_GRID = 2.0**-22
+MAX_HI = 64 - 2.0**-10  # the square of 2^64 would overflow
+MIN_UMAX = 2.0**-100  # 127 / umax must not overflow
+
 # Weyl sequences, one for each plane. The step multipliers are the golden ratio and sqrt(2) - 1 in units of 2^-32, so that the dither of one
 # element is a low-discrepancy sequence over time; the element multipliers decorrelate neighbours.
 CODE_DITHER = (2654435761, 2654435769)
 MCODE_DITHER = (2246822519, 1779033703)
 
 
-def round_up_bf16(value: Tensor) -> Tensor:
-    """fp32 >= 0 to bf16, rounded up.
+def group_constants(log_r: Tensor) -> tuple[Tensor, Tensor]:
+    """log2 r, fp32 (groups, G), -inf where r = 0, to (hi, step), fp32 (groups,), on their grids.
 
-    Values within 15 fp32 ulps above a bf16 number go down to it, so that the constant of a decoded group, which carries the rounding of
-    three multiplications, is found again.
+    hi is rounded to nearest, which moves the largest code by at most a 512th. step is rounded up so that `lo` keeps a code, except that
+    values within a quarter of the grid above a grid point are taken for it.
     """
-    bits = value.view(torch.int32)
-    return ((bits + 0xFFF0) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    hi = log_r.amax(1)
+    hi = torch.where(hi == -math.inf, 0, torch.round(hi / HI_GRID) * HI_GRID).clamp_max(MAX_HI)
+    lo = torch.where(log_r == -math.inf, math.inf, log_r).amin(1).minimum(hi).maximum(hi - MAX_OCTAVES)
+    step = torch.ceil((hi - lo) * (1 / (254 * STEP_GRID)) - 0.25) * STEP_GRID
+    return hi, step.clamp_min(MIN_STEP)
+
+
+def bf16_scale(largest: Tensor, up: bool) -> Tensor:
+    """Largest |u| of each group, fp32 (groups,), to bf16: rounded up, or to nearest; at least `MIN_UMAX`, and finite.
+
+    To nearest (ties up), the largest element is at most half a code above 127, so its code is 127 and a round trip finds the constant
+    again. With dither that clipping would be a bias, so the constant is rounded up. There, values within 15 fp32 ulps above a bf16 number
+    go down to it, which is what the rounding of a decoded group needs.
+    """
+    largest = largest.clamp(MIN_UMAX, torch.finfo(torch.bfloat16).max)
+    bits = largest.view(torch.int32) + (0xFFF0 if up else 0x8000)
+    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 class LogCodec(Codec):
@@ -57,7 +84,9 @@ class LogCodec(Codec):
         super().__init__(states, dither)
         if [state.signed for state in self.states] != [True, False]:
             names = ", ".join(state.name for state in self.states)
-            raise ConfigurationError(f"codec='log' stores a first and a second moment together; it cannot hold ({names}). Use codec='softsign'.")
+            raise ConfigurationError(
+                f"codec='log' stores a first and a second moment together; it cannot hold ({names}). Use codec='softsign'."
+            )
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -79,12 +108,9 @@ class LogCodec(Codec):
 
     def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> None:
         m, v = (grouped(value, GROUP) for value in values)
-        log_r = torch.log2(v) * 0.5  # -inf where v = 0
         nonzero = v > 0
-        hi = log_r.amax(1)
-        hi = torch.where(torch.isfinite(hi), hi, 0)
-        lo = torch.where(nonzero, log_r, math.inf).amin(1).minimum(hi).maximum(hi - MAX_OCTAVES)
-        scale = ((hi - lo) / 254).clamp_min(MIN_STEP)
+        log_r = torch.log2(v) * 0.5
+        hi, scale = group_constants(log_r)
 
         c = 255 - (hi[:, None] - log_r) / scale[:, None]
         code = self._round(c, scale[:, None], CODE_DITHER, index, step).clamp(1, 255)
@@ -92,9 +118,8 @@ class LogCodec(Codec):
         # m relative to what r will decode to, not to what it is: the same expression as in `decode`
         r = torch.exp2(hi[:, None] - (255 - code) * scale[:, None])
         u = torch.where(nonzero, m / r, 0)
-        umax = round_up_bf16(u.abs().amax(1))
-        inverse = torch.where(umax > 0, 127 / umax.float(), 0)
-        mcode = self._round(u * inverse[:, None], None, MCODE_DITHER, index, step).clamp(-127, 127)
+        umax = bf16_scale(u.abs().amax(1), up=self.dither)
+        mcode = self._round(u * (127 / umax.float())[:, None], None, MCODE_DITHER, index, step).clamp(-127, 127)
         store(planes, (mcode, code, hi, scale, umax))
 
     def _round(self, x: Tensor, scale: Tensor | None, multipliers: tuple[int, int], index: int, step: int) -> Tensor:
