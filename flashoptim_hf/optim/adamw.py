@@ -33,9 +33,7 @@ def scalars(options: dict[str, Any], step: int) -> tuple[float, ...]:
     return (options["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, root / (1 - beta1**step), options["eps"] * root)
 
 
-def adamw_eager(
-    states: Sequence[Tensor], weight: Tensor, grad: Tensor, hyper: Sequence[Any]
-) -> tuple[tuple[Tensor, ...], Tensor]:
+def adamw_eager(states: Sequence[Tensor], weight: Tensor, grad: Tensor, hyper: Sequence[Any]) -> tuple[tuple[Tensor, ...], Tensor]:
     """One step; see `UpdateRule.eager`. Where the denominator is 0 (eps = 0 and no gradient so far) the weight does not move."""
     lr, weight_decay, beta1, beta1_rest, beta2, beta2_rest, rate, eps = hyper
     m = states[0] * beta1 + grad * beta1_rest

@@ -54,14 +54,14 @@ class FlashOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         options.check_defaults(defaults)
-        params = list(params)
-        if not params:
+        entries: list[Any] = list(params)
+        if not entries:
             raise ConfigurationError(
                 "the optimizer was given no parameters. If a PEFT adapter was loaded, load it with is_trainable=True; "
                 "otherwise check that the parameters you want to train have requires_grad=True."
             )
         self._start(defaults)
-        super().__init__(params, defaults)
+        super().__init__(entries, defaults)
 
     def _start(self, defaults: dict[str, Any]) -> None:
         """Make what is not part of the optimizer's state: pools, engines, counters."""
@@ -100,7 +100,7 @@ class FlashOptimizer(Optimizer):
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
@@ -225,8 +225,8 @@ class FlashOptimizer(Optimizer):
         if orphans and not self._warned_orphans:
             self._warned_orphans = True
             warnings.warn(
-                f"{len(orphans)} parameters with optimizer state are no longer in any parameter group: their state was freed, and the tensors that "
-                "replaced them start without state. Wrap or shard the model before the first step, or load the state after wrapping.",
+                f"{len(orphans)} parameters with optimizer state are no longer in any parameter group: their state was freed, and the "
+                "tensors that replaced them start without state. Wrap or shard the model before the first step, or load the state after wrapping.",
                 stacklevel=4,
             )
 

@@ -130,7 +130,9 @@ class _Incoming:
                 )
         correction = values.get(CORRECTION)
         if correction is not None and (correction.shape != shape or correction.dtype not in CORRECTION_DTYPE.values()):
-            raise CheckpointError(f"{name} has shape {tuple(shape)}, and its saved correction has shape {tuple(correction.shape)}, {correction.dtype}.")
+            raise CheckpointError(
+                f"{name} has shape {tuple(shape)}, and its saved correction has shape {tuple(correction.shape)}, {correction.dtype}."
+            )
 
     def write(self, record: Record) -> bool:
         """Copy into the record's planes; True where the states had to be decoded and encoded again."""

@@ -44,7 +44,9 @@ def check_defaults(options: dict[str, Any]) -> None:
     if options["page_bytes"] <= 0:
         raise ConfigurationError(f"page_bytes={options['page_bytes']} must be positive, for example '32MiB'.")
     if options["device_budget_bytes"]:
-        raise ConfigurationError("device_budget_bytes: a budget for resident pages is not available yet; use 0, or paged=False to keep all state on the device.")
+        raise ConfigurationError(
+            "device_budget_bytes: a budget for resident pages is not available yet; use 0, or paged=False to keep all state on the device."
+        )
     if options["gradient_release"]:
         raise ConfigurationError("gradient_release=True is not available yet; use gradient checkpointing to save memory.")
     simulate = options["simulate"]
