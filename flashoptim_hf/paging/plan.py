@@ -53,13 +53,13 @@ def format_bytes(nbytes: int) -> str:
     """Bytes for people: "512 B", "32 MiB", "2.156 GiB", rounded to four or five digits. `parse_bytes` reads it."""
     if abs(nbytes) < 2**10:
         return f"{nbytes} B"
-    value, name = float(nbytes), "B"
-    for name in ("KiB", "MiB", "GiB", "TiB"):
+    names = ["KiB", "MiB", "GiB", "TiB"]
+    value = nbytes / 2**10
+    while round(abs(value), 1) >= 2**10 and len(names) > 1:
         value /= 2**10
-        if round(abs(value), 1) < 2**10:
-            break
+        del names[0]
     digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
-    return f"{value:.{digits}f}".rstrip("0").rstrip(".") + f" {name}"
+    return f"{value:.{digits}f}".rstrip("0").rstrip(".") + f" {names[0]}"
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+P = TypeVar("P", bound=Hashable)
+"""A page."""
 
 
-class Ring:
+class Ring(Generic[P]):
     """Slots that are given away in turn, so that the one whose last page left longest ago comes first.
 
     A page holds its slot from `take` to `release`. A held page is `ahead` (fetched, not yet asked for) until `claim`.
@@ -14,8 +18,8 @@ class Ring:
 
     def __init__(self) -> None:
         self._free: deque[int] = deque()
-        self._held: dict[Hashable, int] = {}
-        self._ahead: dict[Hashable, None] = {}
+        self._held: dict[P, int] = {}
+        self._ahead: dict[P, None] = {}
         self.count = 0
 
     def grow(self) -> int:
@@ -30,7 +34,7 @@ class Ring:
         self._free.clear()
         self.count = 0
 
-    def slot_of(self, page: Hashable) -> int | None:
+    def slot_of(self, page: P) -> int | None:
         """The slot that the page holds."""
         return self._held.get(page)
 
@@ -39,30 +43,30 @@ class Ring:
         """Whether `take` has a slot to give."""
         return bool(self._free)
 
-    def take(self, page: Hashable) -> int:
+    def take(self, page: P) -> int:
         """Give the page the next slot in turn."""
         assert page not in self._held
         slot = self._held[page] = self._free.popleft()
         self._ahead[page] = None
         return slot
 
-    def claim(self, page: Hashable) -> None:
+    def claim(self, page: P) -> None:
         """The page is in use from now on and keeps its slot until it is released."""
         self._ahead.pop(page, None)
 
-    def release(self, page: Hashable) -> None:
+    def release(self, page: P) -> None:
         """The page gives its slot back; it is last in turn."""
         self._ahead.pop(page, None)
         self._free.append(self._held.pop(page))
 
-    def held(self) -> Iterator[Hashable]:
+    def held(self) -> Iterator[P]:
         """Pages that hold a slot."""
         return iter(tuple(self._held))
 
-    def in_use(self) -> Iterator[Hashable]:
+    def in_use(self) -> Iterator[P]:
         """Pages that were claimed and not released."""
         return iter(tuple(page for page in self._held if page not in self._ahead))
 
-    def victim(self) -> Hashable | None:
+    def victim(self) -> P | None:
         """The page that is sent back when a slot is needed and none is free: the latest that was fetched ahead."""
         return next(reversed(self._ahead), None)
