@@ -226,7 +226,7 @@ class FlashOptimizer(Optimizer):
             self._warned_orphans = True
             warnings.warn(
                 f"{len(orphans)} parameters with optimizer state are no longer in any parameter group: their state was freed, and the "
-                "tensors that replaced them start without state. Wrap or shard the model before the first step, or load the state after wrapping.",
+                "tensors that replaced them start without state. Wrap or shard the model before the first step, or load the state after.",
                 stacklevel=4,
             )
 

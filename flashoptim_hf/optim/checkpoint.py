@@ -16,7 +16,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +35,7 @@ FORMAT = 1
 
 
 def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A snapshot: every tensor a copy of its own on the CPU. `base_state_dict` is `torch.optim.Optimizer.state_dict`, which runs the hooks."""
+    """A snapshot: every tensor a copy of its own on the CPU. `base_state_dict` is torch's own `state_dict`, which runs the hooks."""
     optimizer.synchronize()
     saved = base_state_dict()
     for key, values in saved["state"].items():
@@ -62,8 +61,8 @@ def load(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> None:
         CheckpointError: names the parameter, both shapes or both formats. Nothing has been changed.
     """
     state_dict = state_dict.copy()
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        result = hook(optimizer, state_dict)
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        result = before(optimizer, state_dict)
         if result is not None:
             state_dict = result
 
@@ -81,8 +80,8 @@ def load(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> None:
     _replace_groups(optimizer, saved_groups)
     _replace_state(optimizer, incoming)
     optimizer.state.update(extra)
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 def adopt(optimizer: FlashOptimizer, values: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -111,22 +110,23 @@ class _Incoming:
             self.codec: Codec = get_codec(group.get("codec", "?"), optimizer.rule.states, group.get("dither", True))
         except ConfigurationError as error:
             raise CheckpointError(
-                f"this state was not written by {type(optimizer).__name__}: {name} has the entries {sorted(values)} and its group names no codec "
-                f"that is known here ({error})"
+                f"this state was not written by {type(optimizer).__name__}: {name} has the entries {sorted(values)} and its group names "
+                f"no codec that is known here ({error})"
             ) from None
         missing = [plane.name for plane in self.codec.planes if plane.name not in values] + ([] if STEP in values else [STEP])
         if missing:
             raise CheckpointError(
-                f"the state of {name} lacks {', '.join(missing)} (it has {', '.join(sorted(values))}): it belongs to another algorithm or is "
-                f"damaged. {type(optimizer).__name__} with codec={self.codec.name!r} needs all of them."
+                f"the state of {name} lacks {', '.join(missing)} (it has {', '.join(sorted(values))}): it belongs to another algorithm or "
+                f"is damaged. {type(optimizer).__name__} with codec={self.codec.name!r} needs all of them."
             )
         for plane in self.codec.planes:
             saved = values[plane.name]
             fits = saved.shape == shape if plane.group == 1 else saved.numel() == plane.entries(shape.numel())
             if not fits or saved.dtype != plane.dtype:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(shape)}, and its saved state {plane.name!r} has shape {tuple(saved.shape)} and dtype {saved.dtype}"
-                    f" (expected {plane.dtype}). Was the model changed, for example another LoRA rank, other target modules or a resized vocabulary?"
+                    f"{name} has shape {tuple(shape)}, and its saved state {plane.name!r} has shape {tuple(saved.shape)} and dtype "
+                    f"{saved.dtype} (expected {plane.dtype}). Was the model changed, for example another LoRA rank, other target modules "
+                    "or a resized vocabulary?"
                 )
         correction = values.get(CORRECTION)
         if correction is not None and (correction.shape != shape or correction.dtype not in CORRECTION_DTYPE.values()):
@@ -187,8 +187,8 @@ def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dic
         theirs = saved.get("param_names")
         if theirs and "param_names" in group and set(theirs) != set(own):
             raise CheckpointError(
-                f"group {j} of the state and of this optimizer differ in their parameters. Only in the state: {_few(set(theirs) - set(own))}; "
-                f"only here: {_few(set(own) - set(theirs))}."
+                f"group {j} of the state and of this optimizer differ in their parameters. Only in the state: "
+                f"{_few(set(theirs) - set(own))}; only here: {_few(set(own) - set(theirs))}."
             )
         if len(group["params"]) != len(saved["params"]):
             shapes = _few([f"{name} {tuple(p.shape)}" for name, p in zip(own, group["params"], strict=True)])
@@ -236,7 +236,7 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming])
         )
     if lost:
         warnings.warn(
-            f"{len(lost)} parameters have a correction to 24- or 32-bit master weights only in the state or only here (another weight dtype or "
-            "master_bits): their master weights start from the weights as they are now.",
+            f"{len(lost)} parameters have a correction to 24- or 32-bit master weights only in the state or only here (another weight "
+            "dtype or master_bits): their master weights start from the weights as they are now.",
             stacklevel=5,
         )

@@ -55,13 +55,14 @@ class Guard:
         if self.policy != "off":
             flags = _agree(flags, params)
         if len(flags) > 1:
-            flags = {device: sum(flag.to(device, non_blocking=True) for flag in flags.values()) for device in flags}
+            flags = {device: torch.stack([flag.to(device, non_blocking=True) for flag in flags.values()]).amax() for device in flags}
         if self.policy == "raise" or all(device.type == "cpu" for device in flags):
             if not any(bool(flag) for flag in flags.values()):
                 return Verdict()
             if self.policy == "raise":
                 raise FloatingPointError(
-                    "a gradient holds NaN or infinity; weights and optimizer state are unchanged. With nonfinite='skip' such steps are left out."
+                    "a gradient holds NaN or infinity; weights and optimizer state are unchanged. With nonfinite='skip' such steps are "
+                    "left out."
                 )
             self._count_one()
             return Verdict(skip=True)
@@ -101,8 +102,9 @@ class Guard:
         self.skipped += 1
         if self.skipped == 1:
             warnings.warn(
-                "a gradient held NaN or infinity: this step was skipped, and weights and optimizer state are as before it. Further skipped steps are "
-                "counted in memory_report().skipped_steps and not reported one by one. If they go on, lower the learning rate or look at the data.",
+                "a gradient held NaN or infinity: this step was skipped, and weights and optimizer state are as before it. Further skipped "
+                "steps are counted in memory_report().skipped_steps and not reported one by one. If they go on, lower the learning rate or "
+                "look at the data.",
                 RuntimeWarning,
                 stacklevel=4,
             )

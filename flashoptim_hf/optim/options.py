@@ -72,7 +72,7 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
         raise ConfigurationError(f"codec={group['codec']!r} is not known; choose one of {', '.join(map(repr, known_codecs()))}.")
     if group["master_bits"] not in (24, 32, None):
         raise ConfigurationError(
-            f"master_bits={group['master_bits']!r} is not known; choose 24 (8-bit correction), 32 (16-bit correction) or None (no correction)."
+            f"master_bits={group['master_bits']!r} is not known; choose 24 (8-bit correction), 32 (16-bit correction) or None (none)."
         )
     for name in PLACEMENT:
         if group.get(name, defaults[name]) != defaults[name]:
@@ -97,6 +97,6 @@ def check_param(param: Tensor, name: str) -> None:
         raise ConfigurationError(f"parameter {name} has layout {param.layout}; only dense (strided) parameters are supported.")
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
         raise ConfigurationError(
-            f"parameter {name} of shape {tuple(param.shape)} is an expanded tensor (strides {param.stride()}): several elements share memory and "
-            "cannot be updated one by one. Pass a parameter of its own, for example nn.Parameter(tensor.contiguous())."
+            f"parameter {name} of shape {tuple(param.shape)} is an expanded tensor (strides {param.stride()}): several elements share "
+            "memory and cannot be updated one by one. Pass a parameter of its own, for example nn.Parameter(tensor.contiguous())."
         )

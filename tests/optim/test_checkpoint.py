@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from flashoptim_hf.errors import CheckpointError
-from flashoptim_hf.optim.adamw import FlashAdamW
 
 
 def model(dtype: torch.dtype = torch.bfloat16, width: int = 40) -> nn.Module:
@@ -90,7 +89,7 @@ def test_file_holds_only_plain_data_and_loads_without_the_package(opt, tmp_path)
 
 def test_dtypes_survive(opt, tmp_path):
     """torch's own loader casts state to the parameter's dtype; codes and constants must keep theirs."""
-    net, optimizer = trained(opt)
+    _, optimizer = trained(opt)
     other = opt(model().parameters())
     other.load_state_dict(through_file(optimizer.state_dict(), tmp_path / "o.pt"))
     for values in other.state.values():
@@ -180,7 +179,7 @@ def test_file_size_is_that_of_the_state(opt, tmp_path):
     assert os.path.getsize(tmp_path / "one.pt") < 5000
 
 
-def test_groups_are_restored_and_placement_is_kept(opt, tmp_path, as_bits):
+def test_groups_are_restored_and_placement_is_kept(opt, tmp_path):
     def build(**defaults):
         a, b = nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(5))
         return [a, b], opt([{"params": [a], "name": "decayed"}, {"params": [b], "weight_decay": 0.0, "initial_lr": 7.0}], **defaults)
@@ -237,7 +236,7 @@ MISMATCHES = {
 def test_a_state_that_does_not_fit_changes_nothing(opt, case, as_bits):
     _, source = trained(opt, 2, lora(8))
     make, message = MISMATCHES[case]
-    net, target = trained(opt, 3, make())
+    _, target = trained(opt, 3, make())
     target.param_groups[0]["lr"] = 0.125
     before, groups = as_bits(target.state_dict()), as_bits(target.param_groups)
     with pytest.raises(CheckpointError, match=message):
@@ -270,7 +269,7 @@ def test_foreign_and_damaged_states_are_refused(opt):
         optimizer.load_state_dict(saved)
     saved = optimizer.state_dict()
     saved["param_groups"][0]["flashoptim_format"] = 99
-    with pytest.raises(CheckpointError, match="format 99.*newer"):
+    with pytest.raises(CheckpointError, match=r"format 99.*newer"):
         optimizer.load_state_dict(saved)
     plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     plain.step()
@@ -313,12 +312,12 @@ def test_between_weights_of_other_dtype(opt):
 
 
 def test_hooks_run(opt):
-    net, optimizer = trained(opt)
+    _, optimizer = trained(opt)
     calls = []
-    optimizer.register_state_dict_pre_hook(lambda o: calls.append("pre save"))
-    optimizer.register_state_dict_post_hook(lambda o, s: calls.append("post save"))
-    optimizer.register_load_state_dict_pre_hook(lambda o, s: calls.append("pre load"))
-    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("post load"))
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("pre save"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("post save"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("pre load"))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("post load"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["pre save", "post save", "pre load", "post load"]
 

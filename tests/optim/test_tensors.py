@@ -93,7 +93,7 @@ def test_dtype_pairs_follow_fp32_arithmetic(opt, dtype, grad_dtype, reference):
     assert torch.equal(optimizer.decoded_state(w)["master_weight"].to(dtype), w.detach())
 
 
-def test_one_page_of_mixed_dtypes_and_groups(opt, reference, set_gradients):
+def test_one_page_of_mixed_dtypes_and_groups(opt, set_gradients):
     """Neither a neighbour's dtype nor its group's options change a parameter's result."""
     params = [nn.Parameter(torch.randn(77).to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32)]
     groups = [{"params": params[:2], "lr": 1e-2}, {"params": params[2:], "lr": 1e-3, "betas": (0.5, 0.9), "codec": "none"}]
