@@ -41,8 +41,12 @@ def split(w: Tensor, dtype: torch.dtype, bits: int) -> tuple[Tensor, Tensor]:
     """
     p = w.to(dtype)
     half, _, _ = _half_ulp(p)
-    limit = torch.iinfo(CORRECTION_DTYPE[bits]).max
-    c = torch.round((w - p.float()) / half * limit).clamp(-limit, limit)
+    # L x for x = (w - p) / h in [-1, 1], as (L + 1) x - x: rounded in one product, an int16 correction near L / 2 would be off by one, and
+    # a step of size zero would move it
+    x = ((w - p.float()) / half).clamp(-1, 1)
+    scaled = x * (torch.iinfo(CORRECTION_DTYPE[bits]).max + 1)
+    whole = torch.round(scaled)
+    c = whole + torch.round((scaled - whole) - x)
     return p, torch.where(torch.isfinite(p), c, 0).to(CORRECTION_DTYPE[bits])
 
 
@@ -51,9 +55,14 @@ def join(p: Tensor, c: Tensor) -> Tensor:
     half, odd, bottom = _half_ulp(p)
     limit = torch.iinfo(c.dtype).max
     w = p.float()
-    offset = (c.float().clamp_min(-limit) / limit) * half
-    inward = torch.signbit(offset) != torch.signbit(w)
-    reach = torch.where(bottom & inward, half * 0.5, half)
-    # one fp32 ulp of p short of the tie: 23 - mantissa bits lie between the two formats
-    reach = torch.where(odd, half - half * 2.0 ** -(22 - _LAYOUT[p.dtype][0]), reach)
-    return torch.where(torch.isfinite(w), w + offset.clamp(-reach, reach), w)
+    c = c.float().clamp_min(-limit)
+    # p + (c / L) h = p + c u + (c / L) u with u = h / (L + 1), rounded once: what the first sum loses is carried into the second
+    unit = half / (limit + 1)
+    moved = w + c * unit
+    moved = moved + ((c * unit - (moved - w)) + (c / limit) * unit)
+
+    reach = torch.where(bottom & (torch.signbit(c) != torch.signbit(w)), half * 0.5, half)
+    gap = ((w.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-23).clamp_min(2.0**-149)  # fp32's own ulp of p
+    reach = torch.where(odd, half - gap, reach)
+    moved = torch.where(c > 0, moved.minimum(w + reach), moved.maximum(w - reach))
+    return torch.where(torch.isfinite(w) & (c != 0), moved, w)
