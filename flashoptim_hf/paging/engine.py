@@ -197,7 +197,8 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until home is current for every page. Pages that were begun are sent back as they are."""
         self._recover(everything=True)
-        self.backend.wait_host(self._last_out)
+        if self._last_out is not None:
+            self.backend.wait_host(self._last_out)
 
     # ------------------------------------------------------------------ staging
 
@@ -223,7 +224,8 @@ class Engine:
                 f"a page of {nbytes} bytes needs larger slots while {busy} pages are in use: finish them first, or reserve()."
             )
         count = len(self._slots)
-        self.release_staging()
+        if count:
+            self.release_staging()
         self._slot_bytes = nbytes
         for _ in range(count):
             self._add_slot()

@@ -174,11 +174,16 @@ class SimulatedBackend(Backend):
         if event is not None:
             self._reach(event)
         else:
-            for stream in STREAMS:
-                self._drain(stream)
+            while left := [stream for stream in STREAMS if self._queues.streams[stream]]:
+                able = [stream for stream in left if self._runnable(stream)]
+                if able:
+                    self._run_head(self._rng.choice(able))
+                else:
+                    self._drain(left[0])  # which says what the deadlock is
         self._raise_error()
 
     def end_step(self) -> None:
+        self._run_ahead()
         self._drain("compute")
         self.last_step, self.step_bytes = self.step_bytes, StepBytes()
         self._raise_error()
@@ -187,6 +192,10 @@ class SimulatedBackend(Backend):
 
     def _queue(self, stream: Stream, operation: Operation) -> None:
         self._queues.streams[stream].append(operation)
+        self._run_ahead()
+
+    def _run_ahead(self) -> None:
+        """Run what the policy runs although nobody waits for it."""
         if self._eager is None:
             while self._rng.random() < self._restlessness:
                 able = [name for name in STREAMS if self._runnable(name)]
