@@ -88,7 +88,12 @@ def flashoptim_adamw(problems: Sequence[Problem]) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "in.safetensors"), Path(folder, "out.safetensors")
         options = [{"lr": p.lr, "betas": p.betas, "eps": p.eps} for p in problems]
-        save_file({str(k): p.grads.contiguous() for k, p in enumerate(problems)}, source, {"options": json.dumps(options)})
+        # cloned, since safetensors refuses tensors that share memory, as those of two problems may
+        save_file(
+            {str(k): p.grads.clone(memory_format=torch.contiguous_format) for k, p in enumerate(problems)},
+            source,
+            {"options": json.dumps(options)},
+        )
         command = [sys.executable, "-m", f"{__package__}.flashoptim_peer", str(source), str(target)]
         # Triton reads the variable when it is imported, hence the process of its own
         done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
