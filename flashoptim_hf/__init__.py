@@ -1,5 +1,34 @@
-"""Companded 8-bit optimizer states, paged into host RAM, for Hugging Face Trainer and Accelerate."""
+"""Companded 8-bit optimizer states, paged into host RAM, for Hugging Face Trainer and Accelerate.
+
+Importing this package makes its optimizers known to transformers, under names such as `flashoptim_paged_adamw`. It imports neither torch
+nor transformers nor Triton: the classes below are loaded when they are first asked for, the names appear when transformers is loaded.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
+from .trainer.register import algorithms, optimizer_class, register
+from .trainer.register import unregister as unregister
+
 __version__ = "0.1.0"
+
+_CALLBACK = "FlashOptimCallback"
+
+
+def __getattr__(name: str) -> Any:
+    """`FlashOptimCallback`, and the class of each algorithm in `optim/`."""
+    if name == _CALLBACK:
+        return getattr(importlib.import_module(f"{__name__}.trainer.callbacks"), name)
+    for stem, cls in algorithms().items() if name.startswith("Flash") else ():
+        if cls == name:
+            return optimizer_class(stem)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({"__version__", "register", "unregister", _CALLBACK, *algorithms().values()})
+
+
+register()
