@@ -162,7 +162,8 @@ def test_adamw_steps_are_the_peers_code_for_code(peer: dict[str, Any]) -> None:
             names = ("mom", "var", "mom_scales_f16", "var_scales_f16")
             for plane, name in zip(planes, names, strict=True):
                 assert torch.equal(plane, theirs[name]), (step, name)
-        torch.testing.assert_close(param, peer["adamw"]["fp32"]["history"][step - 1]["param"], rtol=1e-6, atol=1e-8)
+        # the peer forms 1 - 0.999^t in fp32, which is wrong by 3e-5 of a step of 1e-3
+        torch.testing.assert_close(param, peer["adamw"]["fp32"]["history"][step - 1]["param"], rtol=1e-6, atol=1e-7)
     assert (param - case["param"]).abs().min() > 1e-5
 
 
