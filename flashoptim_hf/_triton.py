@@ -24,9 +24,11 @@ except ImportError as error:  # not installed, or switched off with sys.modules[
     _REASON = str(error)
 
 
-def jit(function: Any) -> Any:
-    """`triton.jit` where Triton is installed, else the plain function, which nothing will call."""
-    return triton.jit(function) if HAS_TRITON else function
+def jit(function: Any = None, **options: Any) -> Any:
+    """`triton.jit`, bare or with its options, where Triton is installed; else the plain function, which nothing will call."""
+    if not HAS_TRITON:
+        return function if function is not None else lambda inner: inner
+    return triton.jit(function, **options)
 
 
 def require() -> None:
@@ -42,4 +44,11 @@ def require() -> None:
         )
 
 
-__all__ = ["HAS_TRITON", "jit", "require", "tl", "triton"]
+INTERPRET = HAS_TRITON and not isinstance(jit(require), triton.runtime.JITFunction)
+"""Whether Triton runs functions in its interpreter, decided where it decides: when it was imported."""
+
+LAUNCH = {"enable_fp_fusion": True, "num_stages": 1}
+"""Launch options on which results and speed rest. Products and sums may be fused, which Triton's own default decides by version and by an
+environment variable; loops are not pipelined, since several programs share a processor anyway."""
+
+__all__ = ["HAS_TRITON", "INTERPRET", "LAUNCH", "jit", "require", "tl", "triton"]

@@ -90,16 +90,19 @@ class Codec(ABC):
         count: together they fix the dither, so the same call gives the same bits wherever the planes lie.
         """
 
-    # Device forms. Both are Triton functions and work on one tile: BLOCK consecutive elements that begin at a multiple of ALIGN.
+    # Device forms. Both are Triton functions and work on one tile: ROWS groups, which begin at a multiple of ALIGN.
     #
-    #   device_decode(planes, start, limit, BLOCK)                               -> tuple of fp32 [BLOCK], one per state
-    #   device_encode(planes, start, limit, values, index, step, BLOCK, DITHER)  -> stores
+    #   device_decode(planes, first, limit, FULL, ROWS)                              -> tuple of fp32 [ROWS, group], one per state
+    #   device_encode(planes, values, first, limit, index, step, DITHER, FULL, ROWS)    stores
     #
     # planes   tuple of pointers to the page's planes, in the order of `planes`
-    # start    int64, first element of the tile in the page's planes (multiple of ALIGN)
-    # limit    int32, how many of the tile's BLOCK elements exist; the others decode to zero and are not stored
+    # first    int64, the tile's first element in the page's planes, a multiple of ALIGN
+    # limit    int32, how many of the tile's elements exist; the others decode to zero and are not stored. Has no meaning where FULL
     # index    int64, position of the tile's first element in its parameter
-    # step     int32, the parameter's step count
+    # step     int64, the parameter's step count
+    # FULL     compile time: every element exists, and all planes are aligned to 16 bytes
+    #
+    # `codecs/device.py` has what they are made of.
     device_decode: ClassVar[Any]
     device_encode: ClassVar[Any]
 

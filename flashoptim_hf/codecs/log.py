@@ -5,8 +5,10 @@ u = m / r̂, a multiple of the *decoded* r̂. The error of m is then an error of
 update can never become m / eps. 2.156 bytes per parameter: two codes, and per 64 elements two fp32 numbers and one bf16 number.
 
 Error of one encode, with r̂ and m̂ what decodes: |log2(r̂ / r)| <= step for r >= 2^lo and |m̂ - m| <= r̂ umax / 127; half of each when
-rounding to nearest. Elements more than 24 octaves below the largest of their group are raised to that limit. Any finite values do; an
-infinite v is stored as the largest that fp32 holds, and NaN has no defined result.
+rounding to nearest. Elements more than 24 octaves below the largest of their group are raised to that limit.
+
+Range: v from fp32's smallest number to its largest (an infinite v is stored as 3.4e38), |m| up to 3.3e38. NaN has no defined result. v is
+an fp32 number as in every AdamW: at beta2 = 0.999, (1 - beta2) g^2 is subnormal for gradients below 3e-18 and 0 below 8e-22.
 
 The constants lie on coarse grids, so that encoding what was decoded finds them again bit for bit in spite of the rounding of exp2, log2
 and three multiplications. Rounding to nearest, every code and constant then survives a round trip. With dither a group's largest element
@@ -24,7 +26,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._triton import jit, tl
 from ..errors import ConfigurationError
+from . import device
 from .base import Codec, Plane, State, grouped, store, weyl
 
 GROUP = 64
@@ -43,6 +47,12 @@ MIN_UMAX = 2.0**-100  # 127 / umax must not overflow
 # element is a low-discrepancy sequence over time; the element multipliers decorrelate neighbours.
 CODE_DITHER = (2654435761, 2654435769)
 MCODE_DITHER = (2246822519, 1779033703)
+
+# the same for device functions, which read only such globals
+_GROUP, _MAX_OCTAVES, _MIN_STEP, _LN2 = (tl.constexpr(value) for value in (GROUP, MAX_OCTAVES, MIN_STEP, LN2))
+_STEP_GRID, _MAX_HI, _MIN_UMAX = (tl.constexpr(value) for value in (STEP_GRID, MAX_HI, MIN_UMAX))
+_MAX_UMAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
+_SMALLEST = tl.constexpr(2.0**-126)
 
 
 def group_constants(log_r: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,6 +80,64 @@ def bf16_scale(largest: Tensor, up: bool) -> Tensor:
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
+@jit
+def log_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`LogCodec.decode` for one tile; see `Codec.device_decode`."""
+    mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr = planes
+    hi = device.load_groups(hi_ptr, first, limit, FULL, ROWS, _GROUP)
+    step = device.load_groups(step_ptr, first, limit, FULL, ROWS, _GROUP)
+    umax = device.load_groups(umax_ptr, first, limit, FULL, ROWS, _GROUP).to(tl.float32)
+    code = device.load(code_ptr, first, limit, FULL, ROWS, _GROUP)
+    mcode = device.load(mcode_ptr, first, limit, FULL, ROWS, _GROUP)
+    below = device.uint8_to_float(code) - 255.0
+    r = tl.where(below > -255.0, device.exp2(below * step + hi), 0.0)
+    m = device.int8_to_float(mcode) * (umax * (1 / 127)) * r
+    return m, r * r
+
+
+@jit
+def log_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`LogCodec.encode` for one tile; see `Codec.device_encode`."""
+    mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr = planes
+    m, v = values
+    log_v = device.log2(v)
+    nonzero = v >= _SMALLEST
+    top = tl.max(log_v, 1, keep_dims=True) * 0.5
+    bottom = tl.min(tl.where(nonzero, log_v, float("inf")), 1, keep_dims=True) * 0.5
+    # fp32 between 128 and 256 has the grid of hi: adding and subtracting 192 rounds to it
+    hi = tl.where(top == float("-inf"), 0.0, tl.minimum((top + 192.0) - 192.0, _MAX_HI))
+    lo = tl.maximum(tl.minimum(bottom, hi), hi - _MAX_OCTAVES)
+    step = tl.maximum(tl.ceil((hi - lo) * (1 / (254 * _STEP_GRID)) - 0.25) * _STEP_GRID, _MIN_STEP)
+
+    # (c - 1) / 254, clamped to what the codes 1 to 255 are
+    y = (log_v - 2.0 * hi) * (device.reciprocal(step) * (0.5 / 254)) + 1.0
+    y = tl.minimum(tl.maximum(y, 0.0), 1.0)
+    if DITHER:
+        k = step * _LN2
+        d = device.dither(index, time, 2654435761, 2654435769, ROWS, _GROUP)
+        theta = d * (d * -k + (1.0 + 257.0 * k))
+        b = (y * 254.0 + (129.5 + 16512.0 * k) - theta) + device.MAGIC
+    else:
+        b = y * 254.0 + (device.MAGIC + 1.0)
+    u = m * device.exp2((b - (device.MAGIC + 255.0)) * -step - hi)
+    umax = tl.max(tl.abs(u), 1, keep_dims=True)
+    umax = tl.minimum(tl.maximum(umax, _MIN_UMAX), _MAX_UMAX)
+    bits = (umax.to(tl.int32, bitcast=True) + (0xFFF0 if DITHER else 0x8000)) & -65536
+    inverse = device.reciprocal(bits.to(tl.float32, bitcast=True) * (1 / 127))
+    if DITHER:
+        d = device.dither(index, time, 2246822519, 1779033703, ROWS, _GROUP)
+        mb = device.floor_magic(u * (inverse * (1 - 2.0**-18)) + d)
+    else:
+        mb = tl.minimum(tl.maximum(u * inverse, -127.0), 127.0) + device.SIGNED_MAGIC
+    code = tl.where(nonzero, b.to(tl.int32, bitcast=True), 0).to(tl.uint8)
+    mcode = mb.to(tl.int32, bitcast=True).to(tl.int8)
+    device.store(code_ptr, code, first, limit, FULL, ROWS, _GROUP)
+    device.store(mcode_ptr, mcode, first, limit, FULL, ROWS, _GROUP)
+    device.store_groups(hi_ptr, hi, first, limit, FULL, ROWS, _GROUP)
+    device.store_groups(step_ptr, step, first, limit, FULL, ROWS, _GROUP)
+    device.store_groups(umax_ptr, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), first, limit, FULL, ROWS, _GROUP)
+
+
 class LogCodec(Codec):
     """AdamW's two moments, coupled. See the module's docstring for format, bounds and sources.
 
@@ -79,6 +147,8 @@ class LogCodec(Codec):
 
     name = "log"
     group = GROUP
+    device_decode = staticmethod(log_decode)
+    device_encode = staticmethod(log_encode)
 
     def __init__(self, states: Sequence[State], dither: bool = True) -> None:
         super().__init__(states, dither)

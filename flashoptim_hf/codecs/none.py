@@ -7,7 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._triton import jit, tl
+from . import device
 from .base import ALIGN, Codec, Plane, store
+
+_GROUP = tl.constexpr(ALIGN)
+
+
+@jit
+def none_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`NoneCodec.decode` for one tile; see `Codec.device_decode`."""
+    values = ()
+    for i in tl.static_range(len(planes)):
+        values = values + (device.load(planes[i], first, limit, FULL, ROWS, _GROUP),)  # type: ignore[assignment] # noqa: RUF005
+    return values
+
+
+@jit
+def none_encode(planes, values, first, limit, index, step, DITHER: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """`NoneCodec.encode` for one tile; see `Codec.device_encode`."""
+    for i in tl.static_range(len(planes)):
+        device.store(planes[i], values[i], first, limit, FULL, ROWS, _GROUP)
 
 
 class NoneCodec(Codec):
@@ -15,6 +35,8 @@ class NoneCodec(Codec):
 
     name = "none"
     group = ALIGN
+    device_decode = staticmethod(none_decode)
+    device_encode = staticmethod(none_encode)
 
     @property
     def planes(self) -> tuple[Plane, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._triton import jit, tl
+from ..codecs import device
 from ..codecs.base import State
 from ..errors import ConfigurationError
 from ..kernels.rule import UpdateRule
@@ -45,13 +46,15 @@ def adamw_eager(states: Sequence[Tensor], weight: Tensor, grad: Tensor, hyper: S
 
 @jit
 def adamw_device(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
-    """`adamw_eager` for one tile."""
+    """`adamw_eager` for one tile.
+
+    An eps below 1e-19 counts as 1e-19, the root of the smallest normal v: the denominator is then never 0, and need not be compared.
+    """
     lr, weight_decay, beta1, beta1_rest, beta2, beta2_rest, rate, eps = hyper
     m = states[0] * beta1 + grad * beta1_rest
     v = states[1] * beta2 + grad * grad * beta2_rest
-    denominator = tl.sqrt(v) + eps
-    update = tl.where(denominator != 0, m / denominator, 0.0)
-    return (m, v), weight * (1 - lr * weight_decay) - (lr * rate) * update
+    update = m * device.reciprocal(device.sqrt(v) + tl.maximum(eps, 1e-19))
+    return (m, v), weight - (lr * weight_decay) * weight - (lr * rate) * update
 
 
 RULE = UpdateRule(

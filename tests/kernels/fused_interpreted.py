@@ -1,0 +1,363 @@
+"""The fused kernel in Triton's interpreter, against the eager path.
+
+`test_fused.py` runs this file in a process of its own, since Triton must see TRITON_INTERPRET=1 before it is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashoptim_hf import _triton
+from flashoptim_hf.codecs import weight_split
+from flashoptim_hf.codecs.base import ALIGN, get_codec
+from flashoptim_hf.errors import ConfigurationError
+from flashoptim_hf.kernels import eager, fused
+from flashoptim_hf.kernels.rule import Format, Segment
+from flashoptim_hf.optim.adamw import RULE
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# around one group, one masked tile and one or two whole tiles; 1 and 1000 as users have them
+SIZES = (1, 31, 63, 64, 65, 257, 1000, 2048, 4097)
+GAP = 64
+
+
+@dataclass
+class Page:
+    """A page with parameters of the given sizes, one gap of ALIGN elements before each."""
+
+    planes: list[Tensor]
+    params: list[Tensor]
+    grads: list[Tensor]
+    fmt: Format
+    segments: list[Segment]
+
+    def clone(self) -> Page:
+        params = [p.clone() for p in self.params]
+        segments = [replace(s, param=p) for s, p in zip(self.segments, params, strict=True)]
+        return Page([p.clone() for p in self.planes], params, self.grads, self.fmt, segments)
+
+
+def hyper(step: int, lr: Any = 1e-3, eps: float = 1e-8, weight_decay: float = 0.01) -> tuple[Any, ...]:
+    return (lr, *RULE.scalars({"betas": (0.9, 0.999), "eps": eps, "weight_decay": weight_decay}, step))
+
+
+def page(
+    sizes: tuple[int, ...] = SIZES,
+    dtype: torch.dtype = BF16,
+    bits: int = 24,
+    grad: torch.dtype | None = None,
+    codec: str = "log",
+    dither: bool = True,
+    seed: int = 0,
+    warm: int = 3,
+    spread: float = 1.5,
+) -> Page:
+    """A page whose states come from `warm` eager steps with gradients of lognormal scale, some of them zero."""
+    gen = torch.Generator().manual_seed(seed)
+    fmt = Format(RULE, get_codec(codec, RULE.states, dither), bits)
+    starts = [GAP + start for start in itertools.accumulate((-(-n // ALIGN) * ALIGN + GAP for n in sizes), initial=0)]
+    specs = [(plane.dtype, plane.entries(starts[-1])) for plane in fmt.codec.planes]
+    if bits:
+        specs.append((weight_split.CORRECTION_DTYPE[bits], starts[-1]))
+    planes = [torch.zeros(n, dtype=plane_dtype) for plane_dtype, n in specs]
+    scales = [torch.exp(spread * torch.randn(n, generator=gen)) * 1e-2 * (torch.rand(n, generator=gen) > 0.02) for n in sizes]
+    weights = [torch.randn(n, generator=gen) * 0.05 for n in sizes]
+    if bits:
+        params, corrections = zip(*(weight_split.split(w, dtype, bits) for w in weights), strict=True)
+        for start, c in zip(starts, corrections, strict=False):
+            planes[-1][start : start + len(c)] = c
+    else:
+        params = [w.to(dtype) for w in weights]
+    made = Page(planes, list(params), [], fmt, [])
+    for step in range(1, warm + 2):
+        made.grads = [(scale * torch.randn(len(scale), generator=gen)).to(grad or dtype) for scale in scales]
+        made.segments = [
+            Segment(p, g, start, ALIGN * i, step, hyper(step))
+            for i, (p, g, start) in enumerate(zip(made.params, made.grads, starts, strict=False))
+        ]
+        if step <= warm:
+            eager.update_page(made.planes, made.segments, made.fmt)
+    return made
+
+
+def both(start: Page, **options: Any) -> tuple[Page, Page]:
+    """The page after one step of each path."""
+    fast, slow = start.clone(), start.clone()
+    fused.update_page(fast.planes, fast.segments, fast.fmt, **options)
+    eager.update_page(slow.planes, slow.segments, slow.fmt, **options)
+    return fast, slow
+
+
+def masters(p: Page) -> list[Tensor]:
+    if not p.fmt.master_bits:
+        return [param.float() for param in p.params]
+    return [weight_split.join(s.param, p.planes[-1][s.start : s.start + s.param.numel()]) for s in p.segments]
+
+
+def assert_same_weights(fast: Page, slow: Page, start: Page) -> None:
+    """The step of each weight is right to 1e-5 of itself, plus what the master's format holds."""
+    eps = {FP32: 2.0**-23, BF16: 2.0**-8, FP16: 2.0**-11}[start.params[0].dtype]
+    eps *= {0: 1.0, 24: 1 / 120, 32: 1 / 32000}[start.fmt.master_bits]
+    eps = max(eps, 2.0**-22)
+    for a, b, before in zip(masters(fast), masters(slow), masters(start), strict=True):
+        limit = 1e-5 * (b - before).abs() + eps * b.abs() + 1e-9
+        assert ((a - b).abs() <= limit).all(), ((a - b).abs() / limit).max()
+
+
+def assert_same_log_states(fast: Page, slow: Page) -> None:
+    """Constants to a grid, codes to one step and nearly all of them equal, mcodes to one step where they mean the same."""
+    mcode, code, hi, step, umax = fast.planes[:5]
+    mcode_, code_, hi_, step_, umax_ = slow.planes[:5]
+    assert (hi - hi_).abs().max() <= 2.0**-16
+    assert (step - step_).abs().max() <= 2.0**-22
+    moved = code.int() - code_.int()
+    assert moved.abs().max() <= 1
+    assert (moved != 0).float().mean() < 2e-3
+    assert ((code == 0) == (code_ == 0)).all()
+    groups = (moved.view(-1, 64) == 0).all(1) & (umax == umax_) & (hi == hi_) & (step == step_)
+    assert groups.float().mean() > 0.9
+    drift = (mcode.int() - mcode_.int()).view(-1, 64)[groups]
+    assert drift.abs().max() <= 1
+    assert (drift != 0).float().mean() < 5e-3
+    # Elsewhere each is within its bound of the same moments: r̂ umax / 127, and a step of the lattice
+    numel = len(mcode)
+    m, v = fast.fmt.codec.decode(fast.planes[:5], numel)
+    m_, v_ = slow.fmt.codec.decode(slow.planes[:5], numel)
+    scale = torch.maximum(umax.float(), umax_.float()).repeat_interleave(64) / 127 * torch.maximum(v, v_).sqrt()
+    assert ((m - m_).abs() <= 2.1 * scale + 1e-30).all()
+
+
+def assert_untouched(before: Page, after: Page) -> None:
+    """Everything in the planes outside the segments keeps every bit."""
+    specs = [plane.group for plane in before.fmt.codec.planes] + [1]
+    for group, old, new in zip(specs, before.planes, after.planes, strict=False):
+        outside = torch.ones(len(old), dtype=torch.bool)
+        for s in before.segments:
+            outside[s.start // group : -(-(s.start + s.param.numel()) // group)] = False
+        assert outside.any()
+        assert torch.equal(old[outside].view(torch.uint8), new[outside].view(torch.uint8))
+
+
+def test_this_process_interprets() -> None:
+    assert _triton.INTERPRET
+
+
+CASES = [
+    pytest.param(dtype, bits, grad, id=f"{dtype}+{bits}/{grad}".replace("torch.", ""))
+    for dtype, bits, grad in [
+        (BF16, 24, BF16),
+        (BF16, 32, BF16),
+        (BF16, 0, BF16),
+        (BF16, 24, FP32),
+        (FP16, 24, FP16),
+        (FP16, 32, FP32),
+        (FP32, 0, FP32),
+        (FP32, 0, BF16),
+    ]
+]
+
+
+@pytest.mark.parametrize(("dtype", "bits", "grad"), CASES)
+@pytest.mark.parametrize("dither", [True, False], ids=["dither", "nearest"])
+def test_log_equals_eager(dtype: torch.dtype, bits: int, grad: torch.dtype, dither: bool) -> None:
+    start = page(dtype=dtype, bits=bits, grad=grad, dither=dither)
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_same_log_states(fast, slow)
+    assert_untouched(start, fast)
+
+
+def test_a_segment_longer_than_a_block_equals_eager() -> None:
+    length = fused.TILE * fused.TILES
+    start = page((length - 1, length + fused.TILE + 1), warm=1)
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_same_log_states(fast, slow)
+    assert_untouched(start, fast)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(BF16, 24), (FP32, 0)])
+def test_softsign_equals_eager(dtype: torch.dtype, bits: int) -> None:
+    start = page(dtype=dtype, bits=bits, codec="softsign")
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_untouched(start, fast)
+    for a, b in zip(fast.planes[:2], slow.planes[:2], strict=True):
+        moved = (a.int() - b.int()).abs()
+        assert moved.max() <= 1
+        assert (moved > 0).float().mean() < 1e-3
+    # m has code 0 wherever v has
+    assert (fast.planes[0][fast.planes[1] == 0] == 0).all()
+    for a, b in zip(fast.planes[2:4], slow.planes[2:4], strict=True):
+        assert ((a.float() - b.float()).abs() <= 2.0**-10 * b.float()).all()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(BF16, 24), (FP32, 0)])
+def test_none_equals_eager(dtype: torch.dtype, bits: int) -> None:
+    start = page(dtype=dtype, bits=bits, codec="none")
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_untouched(start, fast)
+    for a, b in zip(fast.planes[:2], slow.planes[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def test_gradients_of_several_dtypes_share_a_page() -> None:
+    start = page((100, 64, 2048, 31))
+    for segment, dtype in zip(start.segments, (BF16, FP32, FP16, FP32), strict=True):
+        segment.grad = segment.grad.to(dtype)
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_same_log_states(fast, slow)
+
+
+def test_parameters_of_several_dtypes_are_refused() -> None:
+    start = page((64, 64), dtype=FP32, bits=0)
+    start.segments[1].param = start.segments[1].param.bfloat16()
+    with pytest.raises(ConfigurationError, match=r"bfloat16.*float32"):
+        fused.update_page(start.planes, start.segments, start.fmt)
+
+
+def test_inv_scale_multiplies_the_gradients() -> None:
+    start = page((65, 2048))
+    scaled = start.clone()
+    for segment in scaled.segments:
+        segment.grad = segment.grad * 1024
+    fused.update_page(scaled.planes, scaled.segments, scaled.fmt, inv_scale=torch.tensor(1 / 1024))
+    fused.update_page(start.planes, start.segments, start.fmt)
+    for a, b in zip(scaled.planes + scaled.params, start.planes + start.params, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int32])
+def test_skip_changes_nothing_and_its_absence_does(dtype: torch.dtype) -> None:
+    start = page((65, 2048))
+    for flag in (1, 0):
+        made = start.clone()
+        fused.update_page(made.planes, made.segments, made.fmt, skip=torch.tensor(flag).to(dtype))
+        same = [torch.equal(a, b) for a, b in zip(made.planes + made.params, start.planes + start.params, strict=True)]
+        assert all(same) if flag else not any(same)
+
+
+def test_a_learning_rate_in_a_tensor_is_the_number() -> None:
+    start = page((65, 2048))
+    number, tensor = start.clone(), start.clone()
+    for made, lr in ((number, 0.0625), (tensor, torch.tensor(0.0625))):
+        for segment in made.segments:
+            segment.hyper = (lr, *segment.hyper[1:])
+        fused.update_page(made.planes, made.segments, made.fmt)
+    assert not torch.equal(number.params[1], start.params[1])
+    for a, b in zip(number.planes + number.params, tensor.planes + tensor.params, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_each_segment_has_its_own_numbers() -> None:
+    start = page((300, 300, 2048))
+    for segment, (step, lr) in zip(start.segments, ((1, 0.5), (7, 1e-3), (100, 1e-5)), strict=True):
+        segment.step, segment.hyper = step, hyper(step, lr)
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_same_log_states(fast, slow)
+
+
+@pytest.mark.parametrize("cut", [64, 2048, 4096 + 64])
+def test_a_parameter_split_over_pages_is_the_whole_bit_for_bit(cut: int) -> None:
+    """The dither and the arithmetic depend on where an element is in its parameter, not in the page or tile."""
+    whole = page((8192 + 17,), warm=1)
+    start = whole.clone()
+    (s,) = start.segments
+    head = replace(s, param=s.param[:cut], grad=s.grad[:cut])
+    tail = replace(s, param=s.param[cut:], grad=s.grad[cut:], start=s.start + cut, index=s.index + cut)
+    fused.update_page(whole.planes, whole.segments, whole.fmt)
+    fused.update_page(start.planes, [tail], start.fmt)
+    fused.update_page(start.planes, [head], start.fmt)
+    for a, b in zip(whole.planes + whole.params, start.planes + start.params, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dither_follows_index_and_step_beyond_32_bits() -> None:
+    for index, step in ((2**32 + 64, 5), (3 * 2**33, 2**31 - 1)):
+        start = page((300,), seed=index % 97)
+        start.segments[0].index, start.segments[0].step = index, step
+        fast, slow = both(start)
+        assert_same_log_states(fast, slow)
+        other = start.clone()
+        other.segments[0].index += 64
+        fused.update_page(other.planes, other.segments, other.fmt)
+        assert not torch.equal(other.planes[0], fast.planes[0])
+
+
+def test_unaligned_segments_are_updated_all_the_same() -> None:
+    """Gradients are often views into buckets: one element off a 16-byte boundary, the masked loop does the work of the whole one."""
+    start = page((2048 + 65, 4096), dtype=FP32, bits=0)
+    shifted = start.clone()
+    for segment in shifted.segments:
+        backing = torch.empty(segment.grad.numel() + 1)
+        segment.grad = backing[1:].copy_(segment.grad)
+        assert segment.grad.data_ptr() % 16
+    fused.update_page(shifted.planes, shifted.segments, shifted.fmt)
+    fused.update_page(start.planes, start.segments, start.fmt)
+    for a, b in zip(shifted.planes + shifted.params, start.planes + start.params, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_to_do_is_not_an_error() -> None:
+    start = page((64,))
+    before = start.clone()
+    fused.update_page(start.planes, [], start.fmt)
+    empty = replace(start.segments[0], param=start.params[0][:0], grad=start.grads[0][:0])
+    fused.update_page(start.planes, [empty], start.fmt)
+    for a, b in zip(before.planes + before.params, start.planes + start.params, strict=True):
+        assert torch.equal(a, b)
+    fused.update_page(start.planes, [empty, start.segments[0]], start.fmt)
+    assert not torch.equal(before.planes[0], start.planes[0])
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(BF16, 24), (BF16, 32), (FP16, 24), (FP16, 32), (BF16, 0), (FP32, 0)])
+def test_a_step_with_learning_rate_0_changes_no_weight(dtype: torch.dtype, bits: int) -> None:
+    """Whatever the corrections are: weights may have been written from outside."""
+    start = page((4096,), dtype=dtype, bits=bits, warm=1)
+    start.segments[0].hyper = hyper(2, lr=0.0)
+    if bits:
+        start.planes[-1].copy_(torch.randint(-127, 128, start.planes[-1].shape, generator=torch.Generator().manual_seed(1)))
+        start.params[0][:64] = 2.0 ** torch.arange(-14, -14 + 30).repeat(3)[:64]
+        start.params[0][64:128] = 0
+    fast = start.clone()
+    fused.update_page(fast.planes, fast.segments, fast.fmt)
+    assert torch.equal(fast.params[0], start.params[0])
+    again = fast.clone()
+    fused.update_page(again.planes, again.segments, again.fmt)
+    if bits:
+        assert torch.equal(again.planes[-1], fast.planes[-1])
+
+
+def test_zeros_stay_zero_and_gradients_may_be_any_size() -> None:
+    """Elements without gradients keep v, m and update at 0; gradients from 1e-9 to 1e6 are as good as any; eps = 0 divides nothing by 0."""
+    sizes = (64, 4096)
+    start = page(sizes, dtype=FP32, bits=0, warm=0)
+    gen = torch.Generator().manual_seed(3)
+    start.segments[0].grad = torch.zeros(64)
+    start.segments[1].grad = torch.randn(4096, generator=gen) * 10.0 ** torch.linspace(-9, 6, 64).repeat_interleave(64)
+    start.segments[1].grad[::3] = 0
+    for segment in start.segments:
+        segment.hyper = hyper(1, eps=0.0, weight_decay=0.0)
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert torch.equal(fast.params[0], start.params[0])
+    assert_same_log_states(fast, slow)
+    for plane in fast.planes[:2]:
+        s = start.segments[1]
+        assert (plane[s.start : s.start + 4096][::3] == 0).all()
+
+
+def test_the_tables_name_every_element_once() -> None:
+    block = fused.TILE * fused.TILES
+    sizes = (1, block, block + 1, 3 * block)
+    table = fused._blocks(sizes)
+    assert [tuple(row) for row in table] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
