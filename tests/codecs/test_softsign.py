@@ -141,20 +141,14 @@ def test_the_cases_are_not_all_alike(peer: dict[str, Any]) -> None:
     assert seen["v"] == set(range(256))
 
 
-def peer_hyper(case: dict[str, Any], step: int) -> tuple[float, ...]:
-    """Our scalars with 1 - beta as the peer's kernel forms it, from the fp32 beta."""
-    options = {"betas": (case["beta1"], case["beta2"]), "eps": case["eps"], "weight_decay": case["weight_decay"]}
-    decay, beta1, _, beta2, _, rate, eps = RULE.scalars(options, step)
-    rest1, rest2 = (1 - torch.tensor(b, dtype=torch.float32).item() for b in (beta1, beta2))
-    return (case["lr"], decay, beta1, rest1, beta2, rest2, rate, eps)
-
-
 def test_adamw_steps_are_the_peers_code_for_code(peer: dict[str, Any]) -> None:
     """Eight whole steps from zero states: decode, update, encode. No code of v is 0 here, so there is no deviation."""
     case = adamw_case(torch.float32)
+    options = {"betas": (case["beta1"], case["beta2"]), "eps": case["eps"], "weight_decay": case["weight_decay"]}
     param, planes = case["param"].clone(), blank(TWO, 999)
     for step, grad in enumerate(case["grads"], 1):
-        segment = Segment(param, grad, start=0, index=0, step=step, hyper=peer_hyper(case, step))
+        # in the interpreter the peer's 1 - beta is formed in fp64, as ours is
+        segment = Segment(param, grad, start=0, index=0, step=step, hyper=(case["lr"], *RULE.scalars(options, step)))
         update_page(planes, [segment], Format(RULE, TWO, 0))
         for dtype in ("fp32", "bf16"):  # the states do not depend on the weight
             theirs = peer["adamw"][dtype]["history"][step - 1]
@@ -164,7 +158,7 @@ def test_adamw_steps_are_the_peers_code_for_code(peer: dict[str, Any]) -> None:
                 assert torch.equal(plane, theirs[name]), (step, name)
         # the peer forms 1 - 0.999^t in fp32, which is wrong by 3e-5 of a step of 1e-3
         torch.testing.assert_close(param, peer["adamw"]["fp32"]["history"][step - 1]["param"], rtol=1e-6, atol=1e-7)
-    assert (param - case["param"]).abs().min() > 1e-5
+    assert (param - case["param"]).abs().median() > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
