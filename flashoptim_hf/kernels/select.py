@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _triton
 from ..errors import UnsupportedError
-from . import eager
+from . import cpu, eager
 from .rule import Format, Segment
 
 
@@ -34,8 +34,8 @@ def kernel_for(device: torch.device, name: str = "auto") -> Kernel:
     """The kernel for tensors on `device`.
 
     Args:
-        name: "fused" and "eager" are what they say; "auto" takes the fastest that works, and warns once where that is not the fused one
-            on a device that it is made for.
+        name: "fused" (Triton), "cpu" (compiled C) and "eager" (plain torch) are what they say; "auto" takes the fastest that works, and
+            warns once where the one that is made for the device cannot be had.
 
     Raises:
         UnsupportedError: the kernel asked for by name cannot run here; the message says why and what can.
@@ -53,12 +53,23 @@ def kernel_for(device: torch.device, name: str = "auto") -> Kernel:
         from . import fused
 
         return fused.update_page
+    if name == "cpu":
+        if device.type != "cpu":
+            raise UnsupportedError(f"kernel='cpu' needs parameters on the CPU; these are on {device}. Use kernel='auto'.")
+        return cpu.update_page
     return _automatic(device.type)
 
 
 @cache
 def _automatic(device_type: str) -> Kernel:
     if device_type == "cpu":
+        if cpu.library() is not None:
+            return _compiled_or_eager
+        warnings.warn(
+            "the compiled CPU path was not built (no C compiler when flashoptim-hf was installed): the optimizer runs its plain torch path, "
+            "same results, several times slower. Install gcc or clang and reinstall for the fast one.",
+            stacklevel=2,
+        )
         return eager.update_page
     if _triton.HAS_TRITON:
         from . import fused
@@ -70,3 +81,16 @@ def _automatic(device_type: str) -> Kernel:
         stacklevel=2,
     )
     return eager.update_page
+
+
+def _compiled_or_eager(
+    planes: tuple[Tensor, ...],
+    segments: list[Segment],
+    fmt: Format,
+    *,
+    inv_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """The compiled path where it has the rule and codec, else the eager one."""
+    update = cpu.update_page if cpu.supports(fmt) else eager.update_page
+    update(planes, segments, fmt, inv_scale=inv_scale, skip=skip)

@@ -43,7 +43,7 @@ class FlashOptimizer(Optimizer):
         nonfinite: what a NaN or an infinity in any gradient does: "skip" (default) leaves weights, state and step counts of that step
             untouched and warns once, "raise" raises `FloatingPointError` (and waits for the device at each step), "off" does not look.
         dither: deterministic dither when states are rounded (default True), instead of rounding to nearest.
-        kernel: "auto" (default), "fused" (Triton), or "eager" (plain torch).
+        kernel: "auto" (default), "fused" (Triton), "cpu" (compiled C), or "eager" (plain torch).
         simulate: seed of the simulated device, for tests; None (default) uses the parameter's own device.
 
     Raises:

@@ -21,7 +21,7 @@ STORAGE = ("codec", "master_bits", "dither")
 CHOICES = {
     "transport": ("staged",),
     "nonfinite": ("skip", "raise", "off"),
-    "kernel": ("auto", "eager", "fused"),
+    "kernel": ("auto", "fused", "cpu", "eager"),
 }
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,0 +1,377 @@
+/* AdamW with `log` states on a CPU: decode, update, encode, in one pass over memory.
+ *
+ * The arithmetic is that of codecs/log.py, codecs/weight_split.py and optim/adamw.py, one group of 64 elements at a time and in registers.
+ * The file includes itself once for each instruction set of x86-64 (see simd.h); which one runs is decided when the library is called.
+ * Approximations of log2 and exp2 are far finer than the codec's lattice, so codes differ from the eager ones at rounding boundaries only.
+ */
+#ifndef BODY
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define DISPATCH 1
+#include <immintrin.h>
+#endif
+
+#define GROUP 64
+
+enum { BF16 = 0, FP16 = 1, FP32 = 2 };
+
+/* One parameter's part of a page; a row of the table that kernels/cpu.py makes, all int64. */
+typedef struct {
+    int64_t param, grad;           /* addresses of the first element */
+    int64_t start;                 /* first element in the planes, a multiple of GROUP */
+    int64_t numel;
+    int64_t index;                 /* position of the first element in the parameter */
+    int64_t step;                  /* step count, this step included */
+    int64_t param_type, grad_type; /* BF16, FP16 or FP32 */
+} segment;
+
+/* fp32 scalars of one segment: `HYPER` in optim/adamw.py. */
+typedef struct {
+    float lr, weight_decay, beta1, beta1_rest, beta2, beta2_rest, rate, eps;
+} hyper;
+
+/* The page's planes, in the codec's order, and the corrections. */
+typedef struct {
+    int8_t *m;
+    uint8_t *v;
+    float *hi, *step;
+    uint16_t *umax; /* bf16 */
+    void *correction; /* int8_t, int16_t, or unused */
+} planes;
+
+typedef struct {
+    int master_bits, dither;
+    float inv_scale;
+} options;
+
+typedef void (*run_groups)(const segment *, const hyper *, const planes *, const options *, int64_t first, int64_t last);
+
+static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+
+/* ------------------------------------------------------------------ fp16, one element at a time: rare on a CPU */
+
+static inline float half_to_float(uint16_t h) {
+    uint32_t magnitude = h & 0x7FFF;
+    /* exponent and mantissa in place, times 2^112: right for subnormals too */
+    float x = magnitude >= 0x7C00 ? float_of(magnitude << 13 | 0x7F800000) : float_of(magnitude << 13) * 0x1p112f;
+    return float_of(bits_of(x) | (uint32_t)(h & 0x8000) << 16);
+}
+
+static inline uint16_t float_to_half(float x) { /* to nearest even */
+    uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000;
+    u &= 0x7FFFFFFF;
+    if (u > 0x7F800000) return (uint16_t)(sign | 0x7E00);
+    if (u >= 0x477FF000) return (uint16_t)(sign | 0x7C00);
+    /* subnormal: an addition does the rounding, with the fp16 grid at the end of the mantissa */
+    if (u < 0x38800000) return (uint16_t)(sign | (bits_of(float_of(u) + 0.5f) - 0x3F000000));
+    u += 0xFFF + ((u >> 13) & 1);
+    return (uint16_t)(sign | ((u - 0x38000000) >> 13));
+}
+
+static inline float half_ulp_of_half(float p) {
+    float half = float_of(bits_of(p) & 0x7F800000) * 0x1p-11f;
+    return half > 0x1p-25f ? half : 0x1p-25f;
+}
+
+static inline float join_half(float p, float c, float limit) {
+    if (c == 0 || !(p - p == 0)) return p;
+    float half = half_ulp_of_half(p), unit = half / (limit + 1), whole = c * unit, moved = p + whole;
+    moved = moved + ((whole - (moved - p)) + (c / limit) * unit);
+    uint16_t h = float_to_half(p);
+    int inward = (c < 0) != (int)(bits_of(p) >> 31);
+    float reach = (h & 0x3FF) == 0 && (h & 0x7C00) > 0x400 && inward ? half * 0.5f : half;
+    float gap = float_of(bits_of(p) & 0x7F800000) * 0x1p-23f;
+    if (h & 1) reach = half - (gap > 0x1p-149f ? gap : 0x1p-149f);
+    return c > 0 ? (moved < p + reach ? moved : p + reach) : (moved > p - reach ? moved : p - reach);
+}
+
+static inline float correct_half(float w, uint16_t h, float limit) {
+    if ((h & 0x7C00) == 0x7C00) return 0;
+    float p = half_to_float(h), x = (w - p) / half_ulp_of_half(p);
+    x = x < -1 ? -1 : x > 1 ? 1 : x;
+    float scaled = x * (limit + 1), whole = __builtin_rintf(scaled);
+    return whole + __builtin_rintf((scaled - whole) - x);
+}
+
+/* ------------------------------------------------------------------ one body for each instruction set */
+
+#define JOIN2(a, b) a##b
+#define JOIN(a, b) JOIN2(a, b)
+#define BODY
+
+#ifdef DISPATCH
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#define ISA 2
+#define NAME(x) JOIN(x, _avx512)
+#include __FILE__
+#undef ISA
+#undef NAME
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define ISA 1
+#define NAME(x) JOIN(x, _avx2)
+#include __FILE__
+#undef ISA
+#undef NAME
+#pragma GCC pop_options
+#endif
+#define ISA 0
+#define NAME(x) JOIN(x, _base)
+#include __FILE__
+
+/* 2: AVX-512, 1: AVX2 with FMA, 0: what the compiler targets. */
+int flashoptim_isa(void) {
+#ifdef DISPATCH
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        return 2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+    return 0;
+}
+
+#ifdef DISPATCH
+#define PICK(isa, name) ((isa) >= 2 ? JOIN(name, _avx512) : (isa) == 1 ? JOIN(name, _avx2) : JOIN(name, _base))
+#else
+#define PICK(isa, name) ((void)(isa), JOIN(name, _base))
+#endif
+
+/* log2 and exp2 of n numbers, n a multiple of 16, as the kernel computes them. For tests. */
+void flashoptim_log2(const float *x, float *y, int64_t n, int isa) { PICK(isa, many_log2)(x, y, n); }
+void flashoptim_exp2(const float *x, float *y, int64_t n, int isa) { PICK(isa, many_exp2)(x, y, n); }
+
+/* Groups that one task takes: enough to hide its start, few enough that threads finish together. */
+#define TASK 256
+static int64_t groups_of(const segment *s) { return (s->numel + GROUP - 1) / GROUP; }
+static int64_t tasks_of(const segment *s) { return (groups_of(s) + TASK - 1) / TASK; }
+
+/* One step of every segment; segments must not overlap. `isa` as from flashoptim_isa, or lower to force a path. */
+void flashoptim_adamw_log(
+    const segment *segments, const hyper *hypers, int64_t count, const planes *where, int master_bits, int dither, float inv_scale, int threads,
+    int isa) {
+    run_groups run = PICK(isa, run);
+    const options how = {master_bits, dither, inv_scale};
+    int64_t tasks = 0;
+    for (int64_t s = 0; s < count; s++) tasks += tasks_of(&segments[s]);
+    if (threads > tasks) threads = (int)(tasks ? tasks : 1);
+    #pragma omp parallel num_threads(threads)
+    {
+        int64_t s = 0, before = 0; /* tasks before segment s; each thread walks on from where it was */
+        #pragma omp for schedule(static)
+        for (int64_t task = 0; task < tasks; task++) {
+            while (task >= before + tasks_of(&segments[s])) before += tasks_of(&segments[s++]);
+            int64_t first = (task - before) * TASK, groups = groups_of(&segments[s]);
+            run(&segments[s], &hypers[s], where, &how, first, first + TASK < groups ? first + TASK : groups);
+        }
+    }
+}
+
+#else /* the body */
+
+#include "simd.h"
+
+static void NAME(many_log2)(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += W) NAME(save)(y + i, NAME(log2)(NAME(load)(x + i))); }
+static void NAME(many_exp2)(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += W) NAME(save)(y + i, NAME(exp2)(NAME(load)(x + i))); }
+
+/* bf16 bits in the upper half, and corrections, to fp32 masters: p + c u + (c / L) u with u = half an ulp / (L + 1), rounded once, as in
+ * codecs/weight_split.py. In the integer view of fp32 the 2^16 patterns around a bf16 number are evenly spaced on both sides of a power of
+ * two too, so one clamp keeps the result among those that round to p: a tie only where the mantissa is even. */
+OP V NAME(join)(I p, V c, float limit) {
+    I exponent = p & 0x7F800000;
+    V unit = (V)(exponent - (8 << 23)) * (1 / (limit + 1)), whole = c * unit, moved = (V)p + whole;
+    moved = moved + ((whole - (moved - (V)p)) + (c * (1 / limit)) * unit);
+    I d = (I)moved - p, reach = 0x8000 - ((p >> 16) & 1);
+    d = NAME(imax)(NAME(imin)(d, reach), -reach);
+    /* weights below 2^-118 and those that are not finite have no correction */
+    M has = NAME(ilt)((exponent - (9 << 23)) & 0x7FFFFFFF, (I){0} + (0x7F800000 - (9 << 23)));
+    return (V)(p + (I)NAME(keep)(has, (V)d));
+}
+
+/* fp32 to bf16 bits in the upper half, nearest even; NaN stays NaN. */
+OP I NAME(to_bf16)(V w) {
+    I u = (I)w, rounded = u + 0x7FFF + ((u >> 16) & 1);
+    M finite = NAME(ilt)(u & 0x7FFFFFFF, (I){0} + 0x7F800001);
+    return (I)NAME(pick)(finite, (V)rounded, (V)(u | 0x400000)) & -0x10000;
+}
+
+/* Corrections L x for x = (w - p) / half an ulp. In 16 bits as (L + 1) x - x, since L x would be rounded twice; see codecs/weight_split.py. */
+OP I NAME(correct)(V w, I p, float limit) {
+    I exponent = p & 0x7F800000;
+    M has = NAME(ilt)((exponent - (9 << 23)) & 0x7FFFFFFF, (I){0} + (0x7F800000 - (9 << 23)));
+    V x = NAME(keep)(has, (w - (V)p) * (V)((262 << 23) - exponent));
+    if (limit == 127) return NAME(to_i)(NAME(nearest)(x * limit));
+    V scaled = x * (limit + 1), whole = NAME(nearest)(scaled);
+    return NAME(to_i)(whole + NAME(nearest)((scaled - whole) - x));
+}
+
+/* One group. `type`, `grad_type` and `bits` are constants wherever this is inlined: FP32 without corrections, or BF16. */
+OP void NAME(group)(
+    const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, const int type, const int grad_type, const int bits) {
+    const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
+    const float limit = bits == 24 ? 127 : 32767;
+    float *param = (float *)s->param + at;
+    uint16_t *param16 = (uint16_t *)s->param + at;
+    int8_t *c8 = (int8_t *)where->correction + element;
+    int16_t *c16 = (int16_t *)where->correction + element;
+
+    float hi = where->hi[group], step = where->step[group];
+    const float first = hi - 255 * step;
+    const float umax = float_of((uint32_t)where->umax[group] << 16) / 127 * h->beta1;
+    const float rest1 = h->beta1_rest * how->inv_scale, rest2 = h->beta2_rest * how->inv_scale * how->inv_scale;
+    const float decay = 1 - h->lr * h->weight_decay, size = h->lr * h->rate;
+    V m[GROUP / W], log_r[GROUP / W];
+    V top = NAME(set)(-0x1p100f), low = NAME(set)(-0x1p100f); /* `low` is the largest of -log2 r */
+
+    #pragma GCC unroll 4
+    for (int j = 0; j < GROUP / W; j++) {
+        V grad = grad_type == FP32 ? NAME(load)((const float *)s->grad + at + W * j)
+                                   : (V)(NAME(from_u16)((const uint16_t *)s->grad + at + W * j) << 16);
+        I p = type == FP32 ? (I)NAME(load)(param + W * j) : NAME(from_u16)(param16 + W * j) << 16;
+        V w = (V)p;
+        if (bits) {
+            V c = NAME(to_f)(bits == 24 ? NAME(from_i8)(c8 + W * j) : NAME(from_i16)(c16 + W * j));
+            w = NAME(join)(p, NAME(max)(c, NAME(set)(-limit)), limit);
+        }
+        V code = NAME(to_f)(NAME(from_u8)(where->v + element + W * j));
+        V r = NAME(keep)(NAME(ne0)(code), NAME(exp2)(code * step + first));
+        m[j] = NAME(to_f)(NAME(from_i8)(where->m + element + W * j)) * umax * r + grad * rest1;
+        V v = r * h->beta2 * r + grad * rest2 * grad;
+        V denominator = NAME(sqrt)(v) + h->eps;
+        V move = NAME(keep)(NAME(ne0)(denominator), m[j] / denominator);
+        w = w * decay - size * move;
+        if (type == FP32) {
+            NAME(save)(param + W * j, w);
+        } else {
+            p = NAME(to_bf16)(w);
+            NAME(to_16)(param16 + W * j, p >> 16);
+            if (bits == 24) NAME(to_8)(c8 + W * j, NAME(correct)(w, p, limit));
+            if (bits == 32) NAME(to_16)(c16 + W * j, NAME(correct)(w, p, limit));
+        }
+        M some = NAME(lt)(NAME(set)(0), v);
+        V log = NAME(log2)(v) * 0.5f;
+        log_r[j] = NAME(pick)(some, log, NAME(set)(-0x1p100f));
+        top = NAME(max)(top, log_r[j]);
+        low = NAME(max)(low, NAME(pick)(some, -log, NAME(set)(-0x1p100f)));
+    }
+
+    /* the constants, on their grids: `group_constants` in codecs/log.py */
+    const float highest = NAME(largest)(top), lowest = -NAME(largest)(low);
+    hi = highest < -1000 ? 0 : __builtin_rintf(highest * 0x1p16f) * 0x1p-16f;
+    hi = hi > 64 - 0x1p-10f ? 64 - 0x1p-10f : hi;
+    float lo = lowest < hi ? lowest : hi;
+    lo = lo < hi - 24 ? hi - 24 : lo;
+    step = __builtin_ceilf((hi - lo) * (float)(0x1p22 / 254) - 0.25f) * 0x1p-22f;
+    step = step < 0x1p-8f ? 0x1p-8f : step;
+    where->hi[group] = hi;
+    where->step[group] = step;
+
+    const float inverse = 1 / step, last = 255 * step - hi;
+    /* the threshold x - ln2 step x (1 - x), in units of 2^-24 as the dither is */
+    const float curve = 0.69314718f * step * 0x1p24f, slope = 0x1p24f - curve;
+    const uint32_t i = (uint32_t)(s->index + at), t = (uint32_t)s->step;
+    V largest = NAME(set)(0);
+    #pragma GCC unroll 4
+    for (int j = 0; j < GROUP / W; j++) {
+        V c = NAME(max)(255 - (hi - log_r[j]) * inverse, NAME(set)(1)), code;
+        if (how->dither) {
+            code = NAME(floor)(c);
+            V x = c - code;
+            M up = NAME(lt)(NAME(weyl)((i + W * (uint32_t)j) * 2654435761u + t * 2654435769u, 2654435761u), x * (curve * x + slope));
+            code = code + NAME(keep)(up, NAME(set)(1));
+        } else {
+            code = NAME(nearest)(c);
+        }
+        code = NAME(keep)(NAME(lt)(NAME(set)(-0x1p99f), log_r[j]), NAME(min)(code, NAME(set)(255)));
+        NAME(to_8)(where->v + element + W * j, NAME(to_i)(code));
+        m[j] = NAME(keep)(NAME(ne0)(code), m[j] * NAME(exp2)(last - code * step));
+        largest = NAME(max)(largest, (V)((I)m[j] & 0x7FFFFFFF));
+    }
+
+    float u = NAME(largest)(largest);
+    u = u < 0x1p-100f ? 0x1p-100f : u > 0x1.FEp127f ? 0x1.FEp127f : u;
+    const uint32_t stored = (bits_of(u) + (how->dither ? 0xFFF0 : 0x8000)) >> 16;
+    where->umax[group] = (uint16_t)stored;
+    const float scale = 127 / float_of(stored << 16);
+    #pragma GCC unroll 4
+    for (int j = 0; j < GROUP / W; j++) {
+        V x = m[j] * scale;
+        if (how->dither)
+            x = NAME(floor)(x + NAME(weyl)((i + W * (uint32_t)j) * 2246822519u + t * 1779033703u, 2246822519u) * 0x1p-24f);
+        else
+            x = NAME(nearest)(x);
+        x = NAME(min)(NAME(max)(x, NAME(set)(-127)), NAME(set)(127));
+        NAME(to_8)(where->m + element + W * j, NAME(to_i)(x));
+    }
+}
+
+/* A group of n elements of any types, by way of a full group of fp32 masters on the stack. */
+static __attribute__((noinline)) void NAME(any_group)(
+    const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, int n) {
+    const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
+    const int bits = how->master_bits;
+    const float limit = bits == 24 ? 127 : 32767;
+    float w[GROUP] = {0}, grad[GROUP] = {0}, c[W];
+    int8_t m[GROUP] = {0};
+    uint8_t v[GROUP] = {0};
+    memcpy(m, where->m + element, (size_t)n);
+    memcpy(v, where->v + element, (size_t)n);
+    for (int i = 0; i < n; i++) {
+        const uint16_t *g16 = (const uint16_t *)s->grad + at, *p16 = (const uint16_t *)s->param + at;
+        grad[i] = s->grad_type == FP32 ? ((const float *)s->grad)[at + i] : s->grad_type == FP16 ? half_to_float(g16[i]) : float_of((uint32_t)g16[i] << 16);
+        w[i] = s->param_type == FP32 ? ((const float *)s->param)[at + i] : s->param_type == FP16 ? half_to_float(p16[i]) : float_of((uint32_t)p16[i] << 16);
+        if (!bits) continue;
+        c[0] = bits == 24 ? ((const int8_t *)where->correction)[element + i] : ((const int16_t *)where->correction)[element + i];
+        c[0] = c[0] < -limit ? -limit : c[0];
+        w[i] = s->param_type == FP16 ? join_half(w[i], c[0], limit) : NAME(join)((I)NAME(set)(w[i]), NAME(set)(c[0]), limit)[0];
+    }
+    const segment local = {(int64_t)(intptr_t)w, (int64_t)(intptr_t)grad, 0, GROUP, s->index + at, s->step, FP32, FP32};
+    const planes buffers = {m, v, where->hi + group, where->step + group, where->umax + group, 0};
+    NAME(group)(&local, h, &buffers, how, 0, FP32, FP32, 0);
+    memcpy(where->m + element, m, (size_t)n);
+    memcpy(where->v + element, v, (size_t)n);
+    for (int i = 0; i < n; i++) {
+        if (s->param_type == FP32) {
+            ((float *)s->param)[at + i] = w[i];
+            continue;
+        }
+        I p = NAME(to_bf16)(NAME(set)(w[i]));
+        uint16_t h16 = s->param_type == FP16 ? float_to_half(w[i]) : (uint16_t)((uint32_t)p[0] >> 16);
+        ((uint16_t *)s->param)[at + i] = h16;
+        int32_t correction = 0;
+        if (bits) correction = s->param_type == FP16 ? (int32_t)correct_half(w[i], h16, limit) : NAME(correct)(NAME(set)(w[i]), p, limit)[0];
+        if (bits == 24) ((int8_t *)where->correction)[element + i] = (int8_t)correction;
+        if (bits == 32) ((int16_t *)where->correction)[element + i] = (int16_t)correction;
+    }
+}
+
+/* The groups [first, last) of a segment: those that are full and of a common type in registers, the others one by one. */
+static void NAME(run)(const segment *s, const hyper *h, const planes *where, const options *how, int64_t first, int64_t last) {
+    const int64_t full = s->numel / GROUP < last ? s->numel / GROUP : last;
+    int64_t g = first;
+#define CASE(type, grad, bits) \
+    if (s->param_type == type && s->grad_type == grad && how->master_bits == bits) for (; g < full; g++) NAME(group)(s, h, where, how, g, type, grad, bits)
+    CASE(FP32, FP32, 0);
+    CASE(FP32, BF16, 0);
+    CASE(BF16, BF16, 0);
+    CASE(BF16, FP32, 0);
+    CASE(BF16, BF16, 24);
+    CASE(BF16, FP32, 24);
+    CASE(BF16, BF16, 32);
+    CASE(BF16, FP32, 32);
+#undef CASE
+    for (; g < last; g++) NAME(any_group)(s, h, where, how, g, (int)(s->numel - g * GROUP < GROUP ? s->numel - g * GROUP : GROUP));
+}
+
+#undef V
+#undef I
+#undef U
+#undef M
+#undef OP
+#endif

@@ -1,0 +1,229 @@
+"""The compiled CPU path against the eager one, for each instruction set that this processor has."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from flashoptim_hf.codecs import weight_split
+from flashoptim_hf.codecs.base import get_codec
+from flashoptim_hf.errors import UnsupportedError
+from flashoptim_hf.kernels import cpu, eager, select
+from flashoptim_hf.kernels.rule import Format, Segment
+from flashoptim_hf.optim.adamw import RULE
+
+LIBRARY = cpu.library()
+ISAS = range(LIBRARY.flashoptim_isa() + 1) if LIBRARY else []
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the compiled library was not built: no C compiler")
+
+SIZES = [1, 31, 63, 64, 65, 1000, 4096 + 1]
+
+
+class Page:
+    """A page of segments of the given sizes with room between them, and the buffers that one step changes."""
+
+    def __init__(self, fmt: Format, dtype: torch.dtype, grad_dtype: torch.dtype, scale: float = 1e-2) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.fmt = fmt
+        starts, total = [], 0
+        for size in SIZES:
+            starts.append(total)
+            total += -(-size // 64) * 64 + 64  # 64 elements that belong to nobody
+        self.planes = [torch.zeros(plane.entries(total), dtype=plane.dtype) for plane in fmt.codec.planes]
+        if fmt.master_bits:
+            self.planes.append(torch.zeros(total, dtype=weight_split.CORRECTION_DTYPE[fmt.master_bits]))
+        self.params = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+        self.grad_dtype, self.scale = grad_dtype, scale
+        self.starts, self.step = starts, 0
+
+    def segments(self) -> list[Segment]:
+        self.step += 1
+        generator = torch.Generator().manual_seed(self.step)
+        hyper = (1e-3, *RULE.scalars({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}, self.step))
+        made = []
+        for param, start in zip(self.params, self.starts, strict=True):
+            spread = torch.exp2(torch.linspace(-6, 3, param.numel()))
+            grad = (torch.randn(param.numel(), generator=generator) * spread * self.scale).to(self.grad_dtype)
+            made.append(Segment(param, grad, start=start, index=128, step=self.step, hyper=hyper))
+        return made
+
+    def copy_from(self, other: Page) -> None:
+        for mine, theirs in zip(self.planes + self.params, other.planes + other.params, strict=True):
+            mine.copy_(theirs)
+
+
+def fmt(bits: int = 0, dither: bool = True) -> Format:
+    return Format(RULE, get_codec("log", RULE.states, dither), bits)
+
+
+CASES = [
+    (torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 24), (torch.bfloat16, 32), (torch.float16, 0), (torch.float16, 24), (torch.float16, 32),
+]  # fmt: skip
+
+
+VARIANTS = [(torch.float32, True), (torch.bfloat16, True), (torch.float16, True), (torch.bfloat16, False)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("grad_dtype", "dither"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "bits"), CASES)
+def test_equals_eager(isa, dither, grad_dtype, dtype, bits):
+    """From the same state, each step gives the same weights to fp32 rounding and the same codes but for rare neighbours."""
+    ours, theirs = (Page(fmt(bits, dither), dtype, grad_dtype) for _ in range(2))
+    differing = total = 0
+    for _ in range(2):
+        ours.copy_from(theirs)
+        cpu.update_page(ours.planes, ours.segments(), ours.fmt, isa=isa)
+        eager.update_page(theirs.planes, theirs.segments(), theirs.fmt)
+        # where a group's constant fell on the other side of a rounding boundary, its codes count in another unit
+        same = torch.stack([a == b for a, b in zip(ours.planes[2:5], theirs.planes[2:5], strict=True)]).all(0).repeat_interleave(64)
+        assert same.float().mean() > 0.95
+        for mine, reference in zip(ours.planes[:2], theirs.planes[:2], strict=True):
+            difference = (mine.int() - reference.int()).abs()
+            assert difference[same].max() <= 1
+            assert difference.max() <= 2
+            differing += int(difference.sum())
+            total += difference.numel()
+        torch.testing.assert_close(ours.planes[2], theirs.planes[2], rtol=0, atol=2.0**-16)
+        torch.testing.assert_close(ours.planes[3], theirs.planes[3], rtol=0, atol=2.0**-22)
+        torch.testing.assert_close(ours.planes[4], theirs.planes[4], rtol=2.0**-7, atol=0)
+        for p, q, start in zip(ours.params, theirs.params, ours.starts, strict=True):
+            if bits:
+                cut = slice(start, start + p.numel())
+                p, q = weight_split.join(p, ours.planes[5][cut]), weight_split.join(q, theirs.planes[5][cut])
+                # one unit of the correction, where the new master lies between two
+                ulp = torch.finfo(dtype).eps * q.abs() / (254 if bits == 24 else 65534) + 2.0**-24 / 127
+                assert ((p - q).abs() <= ulp * 1.01 + 4e-7 * q.abs() + 2e-9).all()
+            else:
+                torch.testing.assert_close(p, q, rtol=4e-7 if dtype == torch.float32 else torch.finfo(dtype).eps, atol=2e-9)
+    assert differing / total < 2e-3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [24, 32])
+def test_every_weight_survives_a_zero_step(isa, dtype, bits):
+    """All 2^16 weights, finite or not, with every correction (int8) or a spread of them (int16): nothing moves at lr 0."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    normal = every.float().abs() > 1e-30 if dtype == torch.bfloat16 else every == every  # below, bf16 carries no correction here
+    limit = 127 if bits == 24 else 32767
+    form = fmt(bits)
+    for value in {-limit, limit, 1, 0, -1, limit // 2, -limit // 3, limit - 1, 64, -63}:
+        p = every.clone()
+        planes = [torch.zeros(plane.entries(p.numel()), dtype=plane.dtype) for plane in form.codec.planes]
+        c = torch.full((p.numel(),), value, dtype=weight_split.CORRECTION_DTYPE[bits])
+        expected_p, expected_c = weight_split.split(weight_split.join(p, c), dtype, bits)
+        hyper = (0.0, *RULE.scalars({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}, 1))
+        segment = Segment(p, torch.zeros(p.numel(), dtype=dtype), start=0, index=0, step=1, hyper=hyper)
+        cpu.update_page([*planes, c], [segment], form, isa=isa)
+        same = torch.isfinite(every)
+        assert torch.equal(p[same], every[same])
+        assert torch.equal(torch.isnan(p), torch.isnan(every))
+        assert torch.equal(p[same], expected_p[same])
+        assert torch.equal(c[same & normal], expected_c[same & normal])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_only_the_segments_are_touched(isa):
+    page = Page(fmt(24), torch.bfloat16, torch.bfloat16)
+    for plane in page.planes:
+        plane.view(torch.uint8).fill_(7)
+    before = [plane.clone() for plane in page.planes]
+    cpu.update_page(page.planes, page.segments(), page.fmt, isa=isa)
+    for plane, old in zip(page.planes, before, strict=True):
+        width = 1 if plane.numel() == page.planes[0].numel() else 64
+        for start, size in zip(page.starts, SIZES, strict=True):
+            assert not torch.equal(plane[start // width : -(-(start + size) // width)], old[start // width : -(-(start + size) // width)])
+            stop = -(-size // 64) * 64 + 64
+            gap = slice(-(-(start + size) // width), (start + stop) // width)
+            assert torch.equal(plane[gap], old[gap])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_do_not_change_bits(isa):
+    results = []
+    for threads in (1, 2, 5):
+        page = Page(fmt(24), torch.bfloat16, torch.float32)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for _ in range(3):
+                cpu.update_page(page.planes, page.segments(), page.fmt, isa=isa)
+        finally:
+            torch.set_num_threads(before)
+        results.append(page)
+    for other in results[1:]:
+        for a, b in zip(results[0].planes + results[0].params, other.planes + other.params, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_scale_and_skip():
+    a, b = (Page(fmt(), torch.float32, torch.float32) for _ in range(2))
+    cpu.update_page(a.planes, a.segments(), a.fmt, inv_scale=torch.tensor(0.25))
+    eager.update_page(b.planes, b.segments(), b.fmt, inv_scale=torch.tensor(0.25))
+    for p, q in zip(a.params, b.params, strict=True):
+        torch.testing.assert_close(p, q, rtol=4e-7, atol=2e-9)
+    before = [x.clone() for x in a.planes + a.params]
+    cpu.update_page(a.planes, a.segments(), a.fmt, skip=torch.tensor(1.0))
+    assert all(torch.equal(x, y) for x, y in zip(a.planes + a.params, before, strict=True))
+    cpu.update_page(a.planes, [], a.fmt)
+
+
+def call(name: str, x: np.ndarray, isa: int) -> np.ndarray:
+    y = np.empty_like(x)
+    getattr(LIBRARY, name)(x.ctypes.data, y.ctypes.data, x.size, isa)
+    return y
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_log2_error_bound(isa):
+    """|error| <= 2e-7 beside the rounding of the result: all mantissas of one exponent, and every exponent, subnormal ones too."""
+    mantissas = (np.arange(2**23, dtype=np.uint32) + np.uint32(127 << 23)).view(np.float32)
+    assert np.abs(call("flashoptim_log2", mantissas, isa) - np.log2(mantissas.astype(np.float64))).max() < 2e-7 + 2**-25
+    wide = np.exp2(np.random.default_rng(0).uniform(-149, 127.9, 1 << 16)).astype(np.float32)
+    exact = np.log2(wide.astype(np.float64))
+    assert (np.abs(call("flashoptim_log2", wide, isa) - exact) <= 2e-7 + np.spacing(np.abs(exact).astype(np.float32))).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_exp2_error_bound(isa):
+    x = np.random.default_rng(0).uniform(-126, 127.4, 1 << 20).astype(np.float32)
+    y = call("flashoptim_exp2", x, isa)
+    assert np.abs(y / np.exp2(x.astype(np.float64)) - 1).max() <= 4e-7
+    edges = np.array([0, 1, -1, 10, -126, -127, -200, -1000] * 2, dtype=np.float32)
+    assert call("flashoptim_exp2", edges, isa)[:8] == pytest.approx([1, 2, 0.5, 1024, 2.0**-126, 0, 0, 0], rel=4e-7)
+
+
+def test_asked_for_by_name():
+    """By name it serves what it has and refuses the rest; "auto" takes the eager path for the rest."""
+    none = Format(RULE, get_codec("none", RULE.states), 0)
+    with pytest.raises(UnsupportedError, match="codec='none'"):
+        cpu.update_page([], [], none)
+    with pytest.raises(UnsupportedError, match="on the CPU"):
+        select.kernel_for(torch.device("cuda", 0), "cpu")
+    w = torch.ones(10)
+    planes = [torch.zeros(10), torch.zeros(10)]
+    hyper = (1e-3, *RULE.scalars({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}, 1))
+    select.kernel_for(w.device)(planes, [Segment(w, torch.ones(10), 0, 0, 1, hyper)], none)
+    assert w[0] == pytest.approx(0.999)
+
+
+def test_without_the_library_the_eager_path_serves_with_one_warning(monkeypatch):
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    select._automatic.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="no C compiler"):
+            assert select.kernel_for(torch.device("cpu")) is eager.update_page
+        assert select.kernel_for(torch.device("cpu")) is eager.update_page
+        with pytest.raises(UnsupportedError, match="not built"):
+            cpu.update_page([], [], fmt())
+    finally:
+        select._automatic.cache_clear()
+
+
+def test_the_table_has_the_layout_of_the_c_struct():
+    assert ctypes.sizeof(ctypes.c_int64) * 8 == 64  # eight int64 fields, as `segment` in adamw.c
+    assert len(RULE.hyper) == 8
