@@ -1,0 +1,332 @@
+"""What a run checks and tells: precision and processes in force, safe resumption, speed, samples, the loss curve, the closing table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import load_file
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.generation import BaseStreamer
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTTrainer
+
+from flashoptim_hf.errors import CheckpointError, ConfigurationError
+
+FINGERPRINT = "fingerprint.json"
+ADAPTER = "adapter_model.safetensors"
+
+
+def check_launch(args: TrainingArguments, environ: dict[str, str]) -> None:
+    """Compare what the launcher was told with what the recipe was told. `environ`: the environment as it was at the start.
+
+    Raises:
+        ConfigurationError: two different precisions, or several processes asked for and one started.
+    """
+    launched = environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is also what the launcher says when it was told nothing
+    if launched not in ("no", args.mixed_precision):
+        raise ConfigurationError(
+            f"accelerate launch says mixed precision {launched}, the recipe says {args.mixed_precision}. Pass the same to both "
+            f"(--{launched} true{' --bf16 false' if launched == 'fp16' else ''} after the script's name), or leave it out of the launcher."
+        )
+    launcher_wants_several = {"ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and "WORLD_SIZE" not in environ
+    if launcher_wants_several and args.world_size == 1:
+        raise ConfigurationError(
+            "accelerate launch was told of several processes or machines and started one process: it found one device only. Use "
+            "--num_processes 1, or start several processes on CPUs with: torchrun --nproc-per-node N recipes/qlora_sft.py ... "
+            "(if MASTER_ADDR and MASTER_PORT come from somewhere else, unset them)."
+        )
+
+
+def lift_fp16(model: torch.nn.Module) -> list[str]:
+    """Turn trainable fp16 weights into fp32, in place, and return their names. Gradient scaling cannot unscale fp16 gradients."""
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype == torch.float16]
+    for name in names:
+        weight = model.get_parameter(name)
+        weight.data = weight.data.float()
+    return names
+
+
+def resume_folder(option: Any, output_dir: str) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means: nothing, a folder, or for `true` the last one in the output folder.
+
+    Raises:
+        CheckpointError: there is no such folder, or its files do not belong together.
+    """
+    if option is None or str(option).lower() in ("", "false", "none"):
+        return None
+    if str(option).lower() != "true":
+        folder = str(option)
+    else:
+        folder = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+        if folder is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint=true, but {output_dir} holds no checkpoint; name a folder, or leave it out to start."
+            )
+    if not Path(folder, "trainer_state.json").is_file():
+        raise CheckpointError(f"resume_from_checkpoint={folder!r} is not a checkpoint: it has no trainer_state.json.")
+    verify(Path(folder))
+    return folder
+
+
+def _fingerprint(folder: Path) -> dict[str, Any]:
+    """The step of a checkpoint and the SHA-256 of its adapter and optimizer files, by their path in it."""
+    files = sorted(path for pattern in ("adapter_model.*", "optimizer.*") for path in folder.rglob(pattern) if path.is_file())
+    digests = {}
+    for path in files:
+        with path.open("rb") as stream:
+            digests[str(path.relative_to(folder))] = hashlib.file_digest(stream, "sha256").hexdigest()
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    return {"step": state["global_step"], "files": digests}
+
+
+def verify(folder: Path) -> None:
+    """Check that adapter, optimizer and step of a checkpoint were saved together.
+
+    Raises:
+        CheckpointError: a file is missing or is not the one that was saved at this step.
+    """
+    path = folder / FINGERPRINT
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no {FINGERPRINT}, so nothing shows that its adapter and its optimizer belong to the same step. It was not "
+            "saved by this recipe, or not to the end: resume from an earlier checkpoint."
+        )
+    saved, found = json.loads(path.read_text(encoding="utf-8")), _fingerprint(folder)
+    if saved["step"] != found["step"]:
+        raise CheckpointError(
+            f"{folder}: trainer_state.json is at step {found['step']}, adapter and optimizer were saved at step {saved['step']}."
+        )
+    wrong = sorted(name for name in saved["files"].keys() | found["files"].keys() if saved["files"].get(name) != found["files"].get(name))
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: {', '.join(wrong)} changed since step {saved['step']} was saved: adapter and optimizer no longer belong together. "
+            "Resume from another checkpoint."
+        )
+
+
+class Watch(TrainerCallback):
+    """Checks a resumed run before its first step, seals every checkpoint, and measures the time spent in training steps alone.
+
+    Args:
+        resumed: the checkpoint's folder, None for a fresh start.
+    """
+
+    def __init__(self, resumed: str | None) -> None:
+        self.resumed = resumed
+        self.seconds = 0.0
+        self.steps = 0
+        self._began = 0.0
+        self._tokens_before = 0
+        self.tokens = 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **kwargs: Any) -> None:
+        self._tokens_before = state.num_input_tokens_seen
+        if self.resumed is not None:
+            _check_loaded(Path(self.resumed), kwargs["model"], kwargs["optimizer"], state.global_step, skips=args.fp16)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, _args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+        self.steps += 1
+        self.tokens = state.num_input_tokens_seen - self._tokens_before
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if state.is_world_process_zero and folder.is_dir():
+            partial = folder / f"{FINGERPRINT}.partial"
+            partial.write_text(json.dumps(_fingerprint(folder), indent=2), encoding="utf-8")
+            os.replace(partial, folder / FINGERPRINT)
+
+
+class AdapterTrainer(SFTTrainer):
+    """`SFTTrainer` whose trainable weights keep their dtypes when a checkpoint is loaded.
+
+    PEFT (0.21.2 at least) turns a bf16 adapter into fp32 while it loads it. The run would go on in another precision, and the low bits of
+    bf16 weights that the optimizer keeps would no longer belong to them. The optimizer is made after the loading, so this is the place.
+    """
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.dtypes = {name: weight.dtype for name, weight in self.model.named_parameters() if weight.requires_grad}
+        return super().train(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        for name, dtype in self.dtypes.items():
+            weight = self.model.get_parameter(name)
+            weight.data = weight.data.to(dtype)
+        return super().create_optimizer(*args, **kwargs)
+
+
+def _check_loaded(folder: Path, model: Any, optimizer: Any, step: int, skips: bool) -> None:
+    """Compare the adapter in memory with the checkpoint's, bit for bit, and the optimizer's step count with the Trainer's.
+
+    Args:
+        skips: True where the optimizer may have skipped steps (loss scaling), so that fewer are right too.
+
+    Raises:
+        CheckpointError: the adapter was not loaded, or was replaced afterwards; or the optimizer is at another step.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+    for name in model.active_adapters if isinstance(model, PeftModel) else []:
+        path = next((p for p in (folder / name / ADAPTER, folder / ADAPTER) if p.is_file()), None)
+        if path is None:
+            continue
+        loaded = get_peft_model_state_dict(model, adapter_name=name)
+        for key, saved in load_file(path).items():
+            if key not in loaded or not torch.equal(loaded[key].detach().cpu(), saved):
+                raise CheckpointError(
+                    f"the weight {key} of adapter {name!r} is not what {path} holds: it was not loaded, or was replaced afterwards."
+                )
+    steps = {int(entry["step"]) for entry in optimizer.state.values() if isinstance(entry, dict) and "step" in entry}
+    if (steps and max(steps) > step) or (not skips and max(steps, default=step) != step):
+        raise CheckpointError(f"the optimizer is at step {max(steps)}, the adapter and the Trainer are at step {step} ({folder}).")
+
+
+class _Bar(BaseStreamer):
+    """A progress bar for `generate`."""
+
+    def __init__(self, total: int, label: str) -> None:
+        self.bar = tqdm(total=total, desc=label, unit="token")
+        self.prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.prompt_seen:  # the first call brings the prompt
+            self.bar.update(value.numel())
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        self.bar.close()
+
+
+def sample(trainer: Trainer, prompt: list[int], tokens: int, label: str) -> str:
+    """The model's greedy answer to a prompt, at most `tokens` tokens (0: none); on the main process alone, empty elsewhere."""
+    text = ""
+    if tokens > 0 and trainer.is_world_process_zero():
+        model, tokenizer = trainer.model, trainer.processing_class
+        training = model.training
+        model.eval()
+        ids = torch.tensor([prompt], device=trainer.args.device)
+        with torch.no_grad(), trainer.accelerator.autocast():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                streamer=_Bar(tokens, label),
+            )
+        model.train(training)
+        text = tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
+    trainer.accelerator.wait_for_everyone()
+    return text
+
+
+def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
+    """Training and evaluation loss over the steps, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
+        points = [(row["step"], row[key]) for row in history if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="loss per token", title="Loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def optimizer_name(args: TrainingArguments) -> str:
+    """The optimizer's name as the user writes it; transformers keeps it as a member of an enumeration."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def optimizer_rows(optimizer: Any, trainable: list[torch.nn.Parameter], world_size: int) -> list[tuple[str, str]]:
+    """What the optimizer's state takes, beside fp32 AdamW: 8 bytes per parameter, 12 with the fp32 masters of 16-bit weights."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    report = getattr(optimizer, "memory_report", None)
+    if report is None:
+        return []
+    numbers = report().to_dict()
+    fp32 = sum(weight.numel() * (8 if weight.dtype == torch.float32 else 12) for weight in trainable)
+    device = "no device" if numbers["device_bytes"] is None else _bytes(numbers["device_bytes"])
+    steps = "" if world_size == 1 else " (this process)"
+    return [
+        (
+            f"optimizer state{steps}",
+            f"{_bytes(numbers['state_bytes'])} ({numbers['state_bytes'] / numbers['num_params']:.2f} bytes per parameter)",
+        ),
+        ("  on the host / on the device", f"{_bytes(numbers['host_bytes'])} / {device}"),
+        ("  fp32 AdamW would hold", f"{_bytes(fp32)} ({fp32 / numbers['num_params']:.2f} bytes per parameter)"),
+        (
+            "  pages in / out per step",
+            f"{_bytes(numbers['page_in_bytes'])} / {_bytes(numbers['page_out_bytes'])} ({numbers['pages']} pages)",
+        ),
+    ]
+
+
+def report_end(trainer: Trainer, watch: Watch, prompt: str, answers: dict[str, str]) -> None:
+    """Write the loss curve, print the sample answers and the closing table. `answers`: by what is printed before them; may be empty."""
+    args, history, console = trainer.args, trainer.state.log_history, Console()
+    curve = Path(args.output_dir, "loss.png")
+    plot_losses(history, curve)
+    trainable = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    rows = [
+        *loss_rows(history),
+        (
+            "tokens per second",
+            f"{watch.tokens / max(watch.seconds, 1e-9):.0f} ({watch.steps} steps of {watch.seconds / max(watch.steps, 1):.2f} s)",
+        ),
+        ("trainable parameters", f"{sum(weight.numel() for weight in trainable):,} in {len(trainable)} tensors"),
+        *optimizer_rows(trainer.optimizer, trainable, args.world_size),
+        ("adapter", args.output_dir),
+        ("loss curve", str(curve)),
+    ]
+    if any(answers.values()):
+        console.print(Panel(Text(prompt.strip()), title="prompt"))
+        for label, answer in answers.items():
+            console.print(Panel(Text(answer.strip()), title=f"answer {label}"))
+    table = Table(title=f"{trainer.state.global_step} steps, optimizer {optimizer_name(args)}", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def loss_rows(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Evaluation loss and perplexity before the first and after the last step."""
+    losses = [row["eval_loss"] for row in history if "eval_loss" in row]
+    if not losses:
+        return []
+    return [
+        ("held-out loss before / after", f"{losses[0]:.4f} / {losses[-1]:.4f}"),
+        ("perplexity before / after", f"{math.exp(losses[0]):.2f} / {math.exp(losses[-1]):.2f}"),
+    ]
+
+
+def _bytes(number: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.2f} {unit}"
+        number /= 1024
+    return f"{number:.2f} GiB"
