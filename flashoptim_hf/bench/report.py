@@ -201,7 +201,7 @@ def table(rows: Sequence[Row], title: str, *, down: str = "case", across: str = 
     lines = list(dict.fromkeys(getattr(row, down) for row in rows))
     columns = list(dict.fromkeys(getattr(row, across) for row in rows))
     cells = {(getattr(row, down), getattr(row, across)): _text(row, digits) for row in rows}
-    result = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left", min_width=len(title))
     result.add_column(down, overflow="fold")
     for column in columns:
         result.add_column(column, justify="right", no_wrap=True)

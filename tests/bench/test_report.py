@@ -58,6 +58,7 @@ def test_commit_is_that_of_the_checkout_the_file_is_tracked_in(tmp_path, monkeyp
     file.write_text("a")
     monkeypatch.setattr(report_module, "__file__", str(file))
     git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "somebody else's")
     assert commit() is None, "an untracked file does not speak for the repository around it"
     git("add", ".")
     git("commit", "--quiet", "--message", "one")
