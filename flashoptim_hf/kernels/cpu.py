@@ -74,8 +74,8 @@ def update_page(
     loaded = library()
     if loaded is None:
         raise UnsupportedError(
-            "kernel='cpu' needs the compiled library, which was not built when the package was installed. Install a C compiler (gcc or clang) "
-            "and reinstall flashoptim-hf, or use kernel='eager'."
+            "kernel='cpu' needs the compiled library, which was not built when the package was installed. Install a C compiler (gcc or "
+            "clang) and reinstall flashoptim-hf, or use kernel='eager'."
         )
     if not supports(fmt):
         raise UnsupportedError(

@@ -66,8 +66,8 @@ def _automatic(device_type: str) -> Kernel:
         if cpu.library() is not None:
             return _compiled_or_eager
         warnings.warn(
-            "the compiled CPU path was not built (no C compiler when flashoptim-hf was installed): the optimizer runs its plain torch path, "
-            "same results, several times slower. Install gcc or clang and reinstall for the fast one.",
+            "the compiled CPU path was not built (no C compiler when flashoptim-hf was installed): the optimizer runs its plain torch "
+            "path, same results, several times slower. Install gcc or clang and reinstall for the fast one.",
             stacklevel=2,
         )
         return eager.update_page

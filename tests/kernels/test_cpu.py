@@ -60,8 +60,10 @@ def fmt(bits: int = 0, dither: bool = True) -> Format:
 
 
 CASES = [
-    (torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 24), (torch.bfloat16, 32), (torch.float16, 0), (torch.float16, 24), (torch.float16, 32),
-]  # fmt: skip
+    (torch.float32, 0),
+    *((torch.bfloat16, bits) for bits in (0, 24, 32)),
+    *((torch.float16, bits) for bits in (0, 24, 32)),
+]
 
 
 VARIANTS = [(torch.float32, True), (torch.bfloat16, True), (torch.float16, True), (torch.bfloat16, False)]
