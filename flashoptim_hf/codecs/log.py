@@ -11,8 +11,8 @@ Range: v from fp32's smallest number to its largest (an infinite v is stored as 
 an fp32 number as in every AdamW: at beta2 = 0.999, (1 - beta2) g^2 is subnormal for gradients below 3e-18 and 0 below 8e-22.
 
 The constants lie on coarse grids, so that encoding what was decoded finds them again bit for bit in spite of the rounding of exp2, log2
-and three multiplications. Rounding to nearest, every code and constant then survives a round trip. With dither a group's largest element
-may be rounded down, and the next encode fits the constants to what is there.
+and three multiplications. Rounding to nearest, every code and constant then survives a round trip, unless v is subnormal. With dither a
+group's largest element may be rounded down, and the next encode fits the constants to what is there.
 
 Sources: block-wise 8-bit states, arXiv 2110.02861, section 2; companding of both moments, arXiv 2602.23349, section 3; why low-bit EMAs
 need unbiased rounding, arXiv 2505.00347, section 4.

@@ -58,7 +58,7 @@ def join(p: Tensor, c: Tensor) -> Tensor:
     half, odd, bottom = _half_ulp(p)
     limit = torch.iinfo(c.dtype).max
     w = p.float()
-    c = c.float().clamp_min(-limit)
+    c = c.float()
     # p + (c / L) h = p + c u + (c / L) u with u = h / (L + 1), rounded once: what the first sum loses is carried into the second
     unit = half / (limit + 1)
     moved = w + c * unit
