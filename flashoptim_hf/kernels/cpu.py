@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .rule import Format, Segment
+from .rule import Format, Segment, Segments
 
 LIBRARY = "_cpu_adamw"
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in adamw.c
 
 
 @cache
@@ -56,7 +55,7 @@ def supports(fmt: Format) -> bool:
 @torch.no_grad()
 def update_page(
     planes: Sequence[Tensor],
-    segments: Sequence[Segment],
+    segments: Sequence[Segment] | Segments,
     fmt: Format,
     *,
     inv_scale: Tensor | None = None,
@@ -81,24 +80,18 @@ def update_page(
         raise UnsupportedError(
             f"kernel='cpu' has no {fmt.rule.name} with codec={fmt.codec.name!r}; use codec='log', or kernel='eager' or 'auto'."
         )
-    if not segments or (skip is not None and bool(skip)):
+    if not len(segments) or (skip is not None and bool(skip)):
         return
-    table = np.array(
-        [
-            (
-                s.param.data_ptr(), s.grad.data_ptr(), s.start, s.param.numel(), s.index, s.step,
-                _TYPES[s.param.dtype], _TYPES[s.grad.dtype],
-            )
-            for s in segments
-        ],
-        dtype=np.int64,
-    )  # fmt: skip
-    hyper = np.array([[float(number) for number in s.hyper] for s in segments], dtype=np.float32)
+    columns = Segments.of(segments)
+    rows, hyper = np.ascontiguousarray(columns.rows), np.ascontiguousarray(columns.hyper, dtype=np.float32)
+    if columns.lr is not None:
+        hyper = hyper.copy()
+        hyper[:, 0] = [float(lr) for lr in columns.lr]
     addresses = (ctypes.c_void_p * 6)(*(plane.data_ptr() for plane in planes))
     loaded.flashoptim_adamw_log(
-        table.ctypes.data,
+        rows.ctypes.data,
         hyper.ctypes.data,
-        len(segments),
+        len(columns),
         addresses,
         fmt.master_bits,
         int(fmt.codec.dither),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import weight_split
-from .rule import Format, Segment
+from .rule import Format, Segment, Segments
 
 CHUNK = 1 << 18
 """Elements worked on at once: bounds the fp32 temporaries whatever the size of a parameter. A multiple of every group size."""
@@ -17,7 +17,7 @@ CHUNK = 1 << 18
 @torch.no_grad()
 def update_page(
     planes: Sequence[Tensor],
-    segments: Sequence[Segment],
+    segments: Sequence[Segment] | Segments,
     fmt: Format,
     *,
     inv_scale: Tensor | None = None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ..codecs.base import State
@@ -52,6 +54,59 @@ class Segment:
     index: int
     step: int
     hyper: tuple[Any, ...]
+
+
+DTYPE_CODE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""How dtypes are written in `Segments.rows`."""
+
+
+class Segments:
+    """Many segments as columns, so that a step over hundreds of tensors costs a few array operations instead of hundreds of objects.
+
+    Attributes:
+        params, grads: the segments' tensors, as in `Segment`. They also keep what the addresses point to alive.
+        rows: int64 (segments, 8): addresses of param and grad, start, numel, index, step, and the codes of both dtypes.
+        hyper: fp32 (segments, len(rule.hyper)); column 0, the learning rate, is not valid where `lr` is set.
+        lr: for each segment, the learning rate as a 0-dim tensor on the page's device; None where all are numbers in `hyper`.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], rows: np.ndarray, hyper: np.ndarray, lr: Sequence[Tensor] | None
+    ) -> None:
+        self.params = params
+        self.grads = grads
+        self.rows = rows
+        self.hyper = hyper
+        self.lr = lr
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment] | Segments) -> Segments:
+        """Columns of a list of segments; columns as they are."""
+        if isinstance(segments, Segments):
+            return segments
+        rows = np.array(
+            [
+                (
+                    *(s.param.data_ptr(), s.grad.data_ptr(), s.start, s.param.numel(), s.index, s.step),
+                    *(DTYPE_CODE[s.param.dtype], DTYPE_CODE[s.grad.dtype]),
+                )
+                for s in segments
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 8)
+        device_lr = any(isinstance(s.hyper[0], Tensor) for s in segments)
+        lr = [torch.as_tensor(s.hyper[0], device=s.param.device).float().reshape(()) for s in segments] if device_lr else None
+        hyper = [(0.0 if device_lr else s.hyper[0], *s.hyper[1:]) for s in segments]
+        return cls([s.param for s in segments], [s.grad for s in segments], rows, np.array(hyper, dtype=np.float32), lr)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def __iter__(self) -> Iterator[Segment]:
+        for i, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+            _, _, start, _, index, step, _, _ = (int(number) for number in self.rows[i])
+            hyper = tuple(float(number) for number in self.hyper[i])
+            yield Segment(param, grad, start, index, step, hyper if self.lr is None else (self.lr[i], *hyper[1:]))
 
 
 @dataclass(frozen=True)

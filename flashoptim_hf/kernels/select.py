@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from .. import _triton
 from ..errors import UnsupportedError
 from . import cpu, eager
-from .rule import Format, Segment
+from .rule import Format, Segment, Segments
 
 
 class Kernel(Protocol):
@@ -22,7 +23,7 @@ class Kernel(Protocol):
     def __call__(
         self,
         planes: tuple[Tensor, ...],
-        segments: list[Segment],
+        segments: Sequence[Segment] | Segments,
         fmt: Format,
         *,
         inv_scale: Tensor | None = None,
@@ -85,7 +86,7 @@ def _automatic(device_type: str) -> Kernel:
 
 def _compiled_or_eager(
     planes: tuple[Tensor, ...],
-    segments: list[Segment],
+    segments: Sequence[Segment] | Segments,
     fmt: Format,
     *,
     inv_scale: Tensor | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 from ..codecs import weight_split
 from ..errors import ConfigurationError, UnsupportedError
 from ..kernels import select
-from ..kernels.rule import Segment, UpdateRule
+from ..kernels.rule import UpdateRule
 from ..paging.store import Page
 from . import checkpoint, options
 from .finite import Guard
-from .layout import CORRECTION, Layout, Pool, codec_views, local
+from .layout import CORRECTION, Layout, codec_views, local
 from .report import MemoryReport, build_report
+from .work import Gradients, StepPlan
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-Work: TypeAlias = dict[Tensor, tuple[Tensor, dict[str, Any]]]
-"""Parameter -> (local gradient, group): what one step updates, each parameter once."""
 
 
 class FlashOptimizer(Optimizer):
@@ -67,6 +66,7 @@ class FlashOptimizer(Optimizer):
         """Make what is not part of the optimizer's state: pools, engines, counters."""
         self._layout = Layout(self.rule, defaults)
         self._guard = Guard(defaults["nonfinite"])
+        self._plan: StepPlan | None = None
         self._warned_orphans = False
 
     # ------------------------------------------------------------------ the contract of torch.optim
@@ -116,13 +116,12 @@ class FlashOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._guard.settle()
-        work = {param: (grad, group) for param, grad, group in self._gradients()}
-        verdict = self._guard.check([grad for grad, _ in work.values()], self._all_params(), getattr(self, "found_inf", None))
-        if work and not verdict.skip:
-            self._sweep_orphans()
-            self._layout.ensure((param, group) for param, (_, group) in work.items())
-            self._bind(work)
-            self._update(work, verdict.flags)
+        gradients = Gradients(self.param_groups)
+        verdict = self._guard.check(gradients.grads, self.param_groups, getattr(self, "found_inf", None))
+        if gradients.params and not verdict.skip:
+            if self._plan is None or not self._plan.serves(gradients, self.param_groups, self.state):
+                self._plan = self._make_plan(gradients)
+            self._update(self._plan, gradients, verdict.flags)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,28 +195,28 @@ class FlashOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ one step
 
-    def _all_params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _gradients(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """(parameter, local gradient, group) of every parameter that has a gradient."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    grad = local(param.grad)
-                    if grad.layout != torch.strided:
-                        raise UnsupportedError(
-                            f"a gradient of shape {tuple(grad.shape)} has layout {grad.layout}; sparse gradients are not supported. "
-                            "Use nn.Embedding(..., sparse=False)."
-                        )
-                    yield param, grad, group
+    def _make_plan(self, gradients: Gradients) -> StepPlan:
+        """Give every parameter its place, show it in `state`, and prepare the step."""
+        self._sweep_orphans()
+        groups = [self.param_groups[number] for number in gradients.groups]
+        for param in gradients.params:
+            record = self._layout.records.get(param)
+            if record is not None and record.shape != local(param).shape:
+                raise UnsupportedError(
+                    f"a parameter had shape {tuple(record.shape)} when its state was made and has {tuple(local(param).shape)} now. "
+                    "Resize the model (for example its embeddings) before the optimizer is made."
+                )
+        self._layout.ensure(zip(gradients.params, groups, strict=True))
+        for param in gradients.params:
+            self.state[param] = self._layout.records[param].views
+        return StepPlan(gradients, self.param_groups, self._layout, self.state)
 
     def _sweep_orphans(self) -> None:
         """Free the state of parameters that are no longer in any group, or whose entry in `state` was removed."""
         records = self._layout.records
         if not records:
             return
-        present = set(self._all_params())
+        present = {param for group in self.param_groups for param in group["params"]}
         orphans = [param for param in records if param not in present]
         for param in [*orphans, *(param for param in records if param in present and param not in self.state)]:
             self._layout.drop(param)
@@ -230,98 +229,30 @@ class FlashOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _bind(self, work: Work) -> None:
-        """Show every record's views in `state`, and refuse a parameter that was resized under its state."""
-        for param in work:
-            record = self._layout.records[param]
-            if record.shape != local(param).shape:
-                raise UnsupportedError(
-                    f"a parameter had shape {tuple(record.shape)} when its state was made and has {tuple(local(param).shape)} now. "
-                    "Resize the model (for example its embeddings) before the optimizer is made."
-                )
-            self.state[param] = record.views
-
-    def _update(self, work: Work, flags: dict[torch.device, Tensor]) -> None:
-        """Run the kernel over every page that holds a parameter in `work`, device by device."""
-        records = self._layout.records
-        flat = {param: Flat(local(param), grad) for param, (grad, _) in work.items()}
-        hyper = self._hyper(work)
-        by_device: dict[torch.device, list[tuple[Page, Pool]]] = defaultdict(list)
-        for pool in self._layout.pools.values():
-            pages = (page for page in pool.store.pages if any(piece.block.owner in work for piece in page.pieces))
-            by_device[pool.key.device] += [(page, pool) for page in pages]
-
-        for device, entries in by_device.items():
+    def _update(self, plan: StepPlan, gradients: Gradients, flags: dict[torch.device, Tensor]) -> None:
+        """Run the kernel over every page of the plan, device by device."""
+        plan.begin(gradients, self.param_groups, self.rule)
+        for device, entries in plan.pages.items():
             kernel = select.kernel_for(device, self.defaults["kernel"])
-            pools = {id(page): pool for page, pool in entries}
-            scale = self._inv_scale(device)
-            flag = flags.get(device)
+            works = {id(work.page): work for work in entries}
+            options = {"inv_scale": self._inv_scale(device), "skip": flags.get(device)}
 
             def prepare(
                 page: Page,
                 planes: tuple[Tensor, ...],
                 kernel: select.Kernel = kernel,
-                pools: dict[int, Pool] = pools,
-                scale: Tensor | None = scale,
-                flag: Tensor | None = flag,
+                works: dict[int, Any] = works,
+                options: dict[str, Any] = options,
             ) -> Callable[[], None]:
-                segments = [
-                    Segment(
-                        *flat[piece.block.owner].cut(piece.index, piece.numel),
-                        start=piece.start,
-                        index=piece.index,
-                        step=records[piece.block.owner].step + 1,
-                        hyper=hyper[piece.block.owner],
-                    )
-                    for piece in page.pieces
-                    if piece.numel and piece.block.owner in work
-                ]
-                return lambda: kernel(planes, segments, pools[id(page)].fmt, inv_scale=scale, skip=flag)
+                work = works[id(page)]
+                segments = plan.segments(work)
+                return lambda: kernel(planes, segments, work.pool.fmt, **options)
 
-            self._layout.engine(device).run([page for page, _ in entries], prepare)
-        for entry in flat.values():
-            entry.write_back()
-        stepped = [records[param] for param in work]
-        for record in stepped:
-            record.set_step(record.step + 1)
-        self._guard.defer(flags, stepped, self._layout)
-
-    def _hyper(self, work: Work) -> dict[Tensor, tuple[Any, ...]]:
-        """The rule's scalars of each parameter, computed once per group and step count."""
-        known: dict[tuple[int, int], tuple[Any, ...]] = {}
-        hyper: dict[Tensor, tuple[Any, ...]] = {}
-        for param, (_, group) in work.items():
-            step = self._layout.records[param].step + 1
-            key = (id(group), step)
-            if key not in known:
-                lr = group["lr"]
-                # a learning rate on the device stays there: reading it would wait for the device
-                lr = float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()).float()
-                known[key] = (lr, *self.rule.scalars(group, step))
-            hyper[param] = known[key]
-        return hyper
+            self._layout.engine(device).run([work.page for work in entries], prepare)
+        plan.finish()
+        self._guard.defer(flags, plan, self._layout)
 
     def _inv_scale(self, device: torch.device) -> Tensor | None:
         """1 / the scale that `GradScaler` left on this optimizer, on `device`."""
         scale = getattr(self, "grad_scale", None)
         return None if scale is None else scale.to(device=device, dtype=torch.float32, non_blocking=True).reshape(()).reciprocal()
-
-
-class Flat:
-    """A parameter and its gradient as flat contiguous tensors; a parameter of another layout is copied, updated and written back."""
-
-    def __init__(self, param: Tensor, grad: Tensor) -> None:
-        param = param.detach()
-        self.original = None if param.is_contiguous() else param
-        self.weights = param.contiguous().view(-1)
-        grad = grad.detach()
-        if grad.dtype not in options.WEIGHT_DTYPES:
-            grad = grad.float()
-        self.grad = grad.contiguous().view(-1)
-
-    def cut(self, start: int, numel: int) -> tuple[Tensor, Tensor]:
-        return self.weights[start : start + numel], self.grad[start : start + numel]
-
-    def write_back(self) -> None:
-        if self.original is not None:
-            self.original.copy_(self.weights.view(self.original.shape))

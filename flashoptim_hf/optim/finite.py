@@ -12,11 +12,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layout import Layout, Record
+from .layout import Layout, local
+from .work import StepPlan
 
 
 @dataclass
@@ -33,14 +35,14 @@ class Guard:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.skipped = 0
-        self._pending: tuple[Callable[[], float], list[Record]] | None = None
+        self._pending: tuple[Callable[[], float], StepPlan] | None = None
 
-    def check(self, grads: Sequence[Tensor], params: Sequence[Tensor], found_inf: Tensor | None) -> Verdict:
+    def check(self, grads: Sequence[Tensor], param_groups: Sequence[dict[str, Any]], found_inf: Tensor | None) -> Verdict:
         """Look at all gradients of a step.
 
         Args:
             grads: local gradients, any floating dtype, on any devices.
-            params: all parameters; where they are DTensors, the ranks of their mesh decide together.
+            param_groups: all parameters; where they are DTensors, the ranks of their mesh decide together.
             found_inf: what `GradScaler` found, or None.
 
         Raises:
@@ -50,10 +52,10 @@ class Guard:
         if found_inf is not None:
             home = found_inf.device
             flags[home] = flags.get(home, torch.zeros((), device=home)) + found_inf.reshape(()).float()
-        if not flags and not any(hasattr(param, "device_mesh") for param in params):
-            return Verdict()
         if self.policy != "off":
-            flags = _agree(flags, params)
+            flags = _agree(flags, param_groups)
+        if not flags:
+            return Verdict()
         if len(flags) > 1:
             flags = {device: torch.stack([flag.to(device, non_blocking=True) for flag in flags.values()]).amax() for device in flags}
         if self.policy == "raise" or all(device.type == "cpu" for device in flags):
@@ -68,21 +70,20 @@ class Guard:
             return Verdict(skip=True)
         return Verdict(flags=flags)
 
-    def defer(self, flags: dict[torch.device, Tensor], records: list[Record], layout: Layout) -> None:
+    def defer(self, flags: dict[torch.device, Tensor], plan: StepPlan, layout: Layout) -> None:
         """Remember a step whose flags only the device knows; `settle` finishes it."""
         if flags:
             device, flag = next(iter(flags.items()))
-            self._pending = (layout.engine(device).backend.read_later(flag), records)
+            self._pending = (layout.engine(device).backend.read_later(flag), plan)
 
     def settle(self) -> None:
         """Read the flag of the last step, if it is still open, and take back the step counts of a step that was skipped."""
         if self._pending is None:
             return
-        was_skipped, records = self._pending
+        was_skipped, plan = self._pending
         self._pending = None
         if was_skipped():
-            for record in records:
-                record.set_step(record.step - 1)
+            plan.count(-1)
             self._count_one()
 
     def _flags(self, grads: Sequence[Tensor]) -> dict[torch.device, Tensor]:
@@ -110,11 +111,12 @@ class Guard:
             )
 
 
-def _agree(flags: dict[torch.device, Tensor], params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+def _agree(flags: dict[torch.device, Tensor], param_groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
     """Where parameters are sharded, every rank of their meshes gets the largest flag, so that all skip or none does."""
-    meshes = {param.device_mesh: param for param in params if hasattr(param, "device_mesh")}
+    params = (param for group in param_groups for param in group["params"])
+    meshes = {param.device_mesh: param for param in params if local(param) is not param}
     for mesh, param in meshes.items():
-        device = param._local_tensor.device  # type: ignore[attr-defined]
+        device = local(param).device
         flag = flags.get(device, torch.zeros((), device=device))
         for group in mesh.get_all_groups():
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)

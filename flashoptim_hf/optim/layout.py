@@ -7,9 +7,10 @@ when they first have a gradient, not at construction: FSDP2 and `model.to(...)` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,23 +48,36 @@ class Pool:
         return self.store.planes
 
 
-@dataclass
 class Record:
-    """One parameter's state: where its planes are, and how many steps it has made."""
+    """One parameter's state: where its planes are, and how many steps it has made.
 
-    pool: Pool
-    block: Block
-    shape: torch.Size
-    step: int = 0
-    views: dict[str, Tensor] = field(default_factory=dict)
+    Attributes:
+        pool, block: where the planes are.
+        shape: of the local parameter.
+        views: what `state` shows: the planes, code planes in the parameter's shape, and the step count.
+        counter, place: the step count is `counter[place]`, an int64 array that parameters made together share.
+    """
+
+    def __init__(self, pool: Pool, block: Block, shape: torch.Size, counter: np.ndarray, place: int) -> None:
+        self.pool, self.block, self.shape = pool, block, shape
+        self.counter, self.place = counter, place
+        self.views: dict[str, Tensor] = {STEP: torch.from_numpy(counter)[place]}
+
+    @property
+    def step(self) -> int:
+        return int(self.counter[self.place])
 
     def set_step(self, step: int) -> None:
-        self.step = step
-        self.views[STEP].fill_(step)
+        self.counter[self.place] = step
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: a DTensor's shard, any other tensor itself."""
+    if type(tensor) in _PLAIN:  # the usual case, without looking for an attribute that is not there
+        return tensor
     shard = getattr(tensor, "_local_tensor", None)
     return tensor if shard is None else shard
 
@@ -118,22 +132,23 @@ class Layout:
         changed: list[Tensor] = []
         for key, members in wanted.items():
             pool = self.pool(key)
-            for param, block in zip(members, pool.store.allocate([local(p).numel() for p in members]), strict=True):
-                self._enter(param, pool, block)
+            counter = np.zeros(len(members), dtype=np.int64)
+            blocks = pool.store.allocate([local(p).numel() for p in members])
+            for place, (param, block) in enumerate(zip(members, blocks, strict=True)):
+                self._enter(param, Record(pool, block, local(param).shape, counter, place))
                 changed.append(param)
         return changed
 
-    def _enter(self, param: Tensor, pool: Pool, block: Block) -> None:
+    def _enter(self, param: Tensor, record: Record) -> None:
         old = self.records.get(param)
-        record = Record(pool, block, local(param).shape)
+        pool, block = record.pool, record.block
         block.owner = param
         for i, plane in enumerate(pool.planes):
             view = block.view(i)
             record.views[plane.name] = view.view(record.shape) if plane.group == 1 else view
-        record.views[STEP] = torch.zeros((), dtype=torch.int64)
         if old is not None:
             if old.pool.key.codec == pool.key.codec:
-                for name in record.views.keys() & old.views.keys():
+                for name in (record.views.keys() & old.views.keys()) - {STEP}:
                     if record.views[name].dtype == old.views[name].dtype:
                         record.views[name].copy_(old.views[name])
             else:

@@ -133,7 +133,7 @@ def test_step_counts_are_taken_back_when_the_device_says_so(skipped):
     optimizer = FlashAdamW([w])
     w.grad = torch.ones(10)
     optimizer.step()
-    optimizer._guard._pending = (LateFlag(skipped), [optimizer._layout.records[w]])
+    optimizer._guard._pending = (LateFlag(skipped), optimizer._plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = optimizer.state_dict()

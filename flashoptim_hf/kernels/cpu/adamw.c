@@ -18,7 +18,7 @@
 
 enum { BF16 = 0, FP16 = 1, FP32 = 2 };
 
-/* One parameter's part of a page; a row of the table that kernels/cpu.py makes, all int64. */
+/* One parameter's part of a page: a row of `Segments.rows` in kernels/rule.py, all int64. */
 typedef struct {
     int64_t param, grad;           /* addresses of the first element */
     int64_t start;                 /* first element in the planes, a multiple of GROUP */
