@@ -35,6 +35,7 @@ DEFAULTS = {
     "dtype": "bfloat16",
     "lora_target_modules": "all-linear",
     "report_to": "none",
+    "ddp_find_unused_parameters": False,
 }
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import qlora_sft
+import sft_run
 import torch
 from safetensors.torch import load_file
+
+from flashoptim_hf.errors import CheckpointError, ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "qlora_sft.py"
 STEPS, HALF = 6, 3
+HANG = 600  # seconds: no limit on speed, only the end of a run that waits for ever
 
 
 def launch(*options: str, launcher: tuple[str, ...] = (), expect: int = 0) -> str:
@@ -25,7 +32,7 @@ def launch(*options: str, launcher: tuple[str, ...] = (), expect: int = 0) -> st
     env.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", COLUMNS="200")
     settings = launcher or ("--config_file", str(ROOT / "configs/accelerate/single_gpu.yaml"))
     command = [sys.executable, "-m", "accelerate.commands.launch", *settings, str(SCRIPT), *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=HANG)
     output = done.stdout + done.stderr
     assert (done.returncode != 0) == (expect != 0), output[-6000:]
     return output
@@ -134,10 +141,6 @@ def test_run_tells_what_is_in_force_and_leaves_its_results(run: tuple[str, Path,
 
 
 def test_adapter_and_optimizer_of_two_steps_are_refused(run: tuple[str, Path, list[str], str], tmp_path: Path) -> None:
-    import sft_run
-
-    from flashoptim_hf.errors import CheckpointError
-
     name, whole, settings, _ = run
     adapter = Path("." if name == "default" else name) / "adapter_model.safetensors"
     for file in (adapter, Path("optimizer.pt"), Path("trainer_state.json")):
@@ -165,10 +168,6 @@ def test_adapter_and_optimizer_of_two_steps_are_refused(run: tuple[str, Path, li
 
 
 def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    import sft_run
-
-    from flashoptim_hf.errors import CheckpointError
-
     for value in ("true", True):
         with pytest.raises(CheckpointError, match="holds no checkpoint"):
             sft_run.resume_folder(value, str(tmp_path))
@@ -176,3 +175,173 @@ def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
         sft_run.resume_folder(str(tmp_path), "unused")
     for value in (None, "", "false", False):
         assert sft_run.resume_folder(value, str(tmp_path)) is None
+
+
+# ---------------------------------------------------------------------- precision and processes
+
+CONTRADICTIONS = {
+    "precision": (
+        ("--mixed_precision", "fp16", "--num_processes", "1"),
+        (),
+        "accelerate launch says mixed precision fp16, the recipe says bf16",
+    ),
+    "processes": (("--cpu", "--num_processes", "2", "--mixed_precision", "bf16"), (), "told of several processes"),
+    "launcher's option after the script": (("--num_processes", "1"), ("--mixed_precision", "bf16"), "--mixed_precision"),
+    "missing launcher config": (("--config_file", "no/such/file.yaml"), (), "no/such/file.yaml"),
+}
+
+
+@pytest.mark.parametrize(("launcher", "added", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_contradictory_launch_stops(
+    launcher: tuple[str, ...], added: tuple[str, ...], message: str, tiny_model: Path, data: Path, tmp_path: Path
+) -> None:
+    printed = launch(*options(tiny_model, data, tmp_path / "never", "default"), *added, launcher=launcher, expect=1)
+    assert message in printed
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "precision", "world_size"),
+    [
+        ({}, "bf16", 1),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "bf16", 1),  # what the launcher says when it was told nothing
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16", 1),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16", 1),
+        ({"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "2"}, "bf16", 2),
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "1"}, "bf16", 1),  # a cluster's leftovers, no launcher
+    ],
+)
+def test_launches_that_agree_pass(environ: dict[str, str], precision: str, world_size: int) -> None:
+    sft_run.check_launch(SimpleNamespace(mixed_precision=precision, world_size=world_size), environ)  # type: ignore[arg-type]
+
+
+def test_two_processes_each_load_on_their_own_device(tiny_model: Path, data: Path, tmp_path: Path) -> None:
+    settings = [*options(tiny_model, data, tmp_path / "two", "default"), "--max_steps", "2", "--save_strategy", "no"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *settings]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=HANG)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    for rank in (0, 1):
+        assert f"[rank {rank}] loading {tiny_model} with device map {{'': 'cpu'}}" in done.stdout
+    assert done.stdout.count("in force: 2 process(es)") == 1
+
+
+@pytest.mark.parametrize(("device", "index", "expected"), [("cuda", 1, "cuda:1"), ("xpu", 0, "xpu:0"), ("cpu", 1, "cpu")])
+def test_device_map_comes_from_the_local_process_index(
+    device: str, index: int, expected: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def load(*_: Any, **kwargs: Any) -> None:
+        seen.update(kwargs)
+        raise KeyboardInterrupt  # what follows needs the device
+
+    monkeypatch.setattr(qlora_sft.AutoModelForCausalLM, "from_pretrained", load)
+    _, _, model_args = parse(tiny_model, "unused")
+    args = SimpleNamespace(
+        fp16=False, device=torch.device(device), local_process_index=index, process_index=index + 2, trust_remote_code=False, seed=0
+    )
+    with pytest.raises(KeyboardInterrupt):
+        qlora_sft.load_model(model_args, args, "default")  # type: ignore[arg-type]
+    assert seen["device_map"] == {"": expected}
+    assert seen["trust_remote_code"] is False
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def parse(model: Path, output: Path | str, *more: str) -> Any:
+    words = ["--model_name_or_path", str(model), "--dataset", "d.jsonl", "--output_dir", str(output), *more]
+    return qlora_sft.make_parser().parse_args_and_config(words)
+
+
+def test_defaults_are_qlora_and_not_those_of_trl(tiny_model: Path, tmp_path: Path) -> None:
+    _, args, model_args = parse(tiny_model, tmp_path)
+    assert args.optim == "flashoptim_paged_adamw"
+    assert args.bf16
+    assert not args.trust_remote_code
+    model = qlora_sft.load_model(model_args, args, "mine")
+    config = model.config.quantization_config
+    assert config.load_in_4bit
+    assert config.bnb_4bit_quant_type == "nf4"
+    assert config.bnb_4bit_use_double_quant
+    assert config.bnb_4bit_compute_dtype == torch.bfloat16
+    adapted = {name.split(".")[-4] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert model.active_adapters == ["mine"]
+
+
+def test_flags_win_over_the_file(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("learning_rate: 0.5\nlora_r: 4\nlora_target_modules: all-linear\n")
+    _, args, model_args = parse(tiny_model, tmp_path, "--config", str(file), "--lora_r", "2")
+    assert (args.learning_rate, model_args.lora_r, model_args.lora_target_modules) == (0.5, 2, "all-linear")
+    file.write_text("learning_rat: 0.5\n")
+    with pytest.raises(ValueError, match="learning_rat"):
+        parse(tiny_model, tmp_path, "--config", str(file))
+
+
+def test_without_an_adapter_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    _, args, model_args = parse(tiny_model, tmp_path, "--use_peft", "false")
+    with pytest.raises(ConfigurationError, match="use_peft=false"):
+        qlora_sft.load_model(model_args, args, "default")
+
+
+def test_gradients_are_the_same_after_an_evaluation(tiny_model: Path, tmp_path: Path) -> None:
+    _, args, model_args = parse(tiny_model, tmp_path, "--lora_dropout", "0")
+    model = qlora_sft.load_model(model_args, args, "default")
+    ids = torch.arange(5, 25)[None]
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.train()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+    before = gradients()
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+    after = gradients()
+    assert len(before) == 28
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_trainable_fp16_weights_become_fp32_and_can_be_unscaled() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).half(), torch.nn.Linear(4, 4).half(), torch.nn.Linear(4, 4).bfloat16())
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_(optimizer)
+
+    model.zero_grad()
+    kept = [model[1].weight.clone(), *model[0].parameters()]
+    assert sft_run.lift_fp16(model) == ["1.weight", "1.bias"]
+    assert [weight.dtype for weight in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert torch.equal(model[1].weight, kept[0].float())
+    assert sft_run.lift_fp16(model) == []
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    scaler.unscale_(optimizer)
+
+
+def test_recipe_is_short_and_uses_public_names_only() -> None:
+    source = SCRIPT.read_text(encoding="utf-8")
+    assert len(source.splitlines()) < 200
+    for path in SCRIPT.parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            private = [part for name in names for part in name.split(".") if part.startswith("_") and part != "__future__"]
+            assert not private, f"{path.name}: {private}"
