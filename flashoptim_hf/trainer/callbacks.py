@@ -64,9 +64,6 @@ class FlashOptimCallback(TrainerCallback):
         if kwargs.get("optimizer") is None:
             settle(args)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._evaluating = False
-
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._evaluating = False  # an evaluation that raised never reached on_evaluate
 
