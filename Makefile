@@ -13,7 +13,8 @@ WORKERS ?= $(CORES)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-DEPENDENCIES := pyproject.toml constraints.txt
+# The compiled CPU path is built at installation, so its sources count too.
+DEPENDENCIES := pyproject.toml constraints.txt $(wildcard flashoptim_hf/kernels/cpu/*.[ch])
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types clean demo-assets
