@@ -54,7 +54,10 @@ class FlashOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         options.check_defaults(defaults)
         entries: list[Any] = list(params)
-        if not entries:
+        for i, entry in enumerate(entries):
+            if isinstance(entry, dict) and not isinstance(entry["params"], Tensor | set):
+                entries[i] = {**entry, "params": list(entry["params"])}  # it may be a generator, which can be read only once
+        if all(isinstance(entry, dict) and not len(entry["params"]) for entry in entries):
             raise ConfigurationError(
                 "the optimizer was given no parameters. If a PEFT adapter was loaded, load it with is_trainable=True; "
                 "otherwise check that the parameters you want to train have requires_grad=True."

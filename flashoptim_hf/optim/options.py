@@ -39,8 +39,11 @@ def check_defaults(options: dict[str, Any]) -> None:
     for name in ("paged", "gradient_release", "dither"):
         if not isinstance(options[name], bool):
             raise ConfigurationError(f"{name}={options[name]!r} must be True or False.")
-    options["page_bytes"] = parse_bytes(options["page_bytes"])
-    options["device_budget_bytes"] = parse_bytes(options["device_budget_bytes"])
+    for name in ("page_bytes", "device_budget_bytes"):
+        try:
+            options[name] = parse_bytes(options[name])
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}: {error}") from None
     if options["page_bytes"] <= 0:
         raise ConfigurationError(f"page_bytes={options['page_bytes']} must be positive, for example '32MiB'.")
     if options["device_budget_bytes"]:

@@ -33,7 +33,7 @@ def train(mode: str, steps: list[int], spoiled: int | None) -> tuple[list[torch.
         torch.manual_seed(100 * step + dist.get_rank())
         model(torch.randn(8, 7)).square().mean().backward()
         if step == spoiled and dist.get_rank() == 1:
-            last = list(model.parameters())[0].grad
+            last = next(iter(model.parameters())).grad
             getattr(last, "_local_tensor", last).view(-1)[3] = float("nan")
         if mode == "ddp" and step == spoiled:
             # what a reduction makes of it
