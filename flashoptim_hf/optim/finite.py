@@ -93,10 +93,7 @@ class Guard:
                 by_device.setdefault(grad.device, []).append(grad)
         flags = {}
         for device, tensors in by_device.items():
-            # the largest magnitude is finite exactly if every element is; NaN wins every comparison in this norm
-            norms = torch._foreach_norm(tensors, float("inf"))
-            largest = torch.stack([norm.float() for norm in norms]).amax()
-            flags[device] = (~torch.isfinite(largest)).float()
+            flags[device] = (~torch.isfinite(_probe(tensors, device))).float()
         return flags
 
     def _count_one(self) -> None:
@@ -109,6 +106,17 @@ class Guard:
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """A number that is finite exactly if every element of every tensor is; 0-dim, on `device`."""
+    if device.type == "cpu":
+        # sums are many times faster here than norms; one that is not finite may also be an overflow, so then look closely
+        total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).sum()
+        if bool(torch.isfinite(total)):
+            return total
+    # the largest magnitude is finite exactly if every element is; NaN wins every comparison in this norm
+    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors, float("inf"))]).amax()
 
 
 def _agree(flags: dict[torch.device, Tensor], param_groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
