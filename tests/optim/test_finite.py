@@ -64,10 +64,12 @@ def test_raise_and_off():
     assert torch.isnan(w).any()
 
 
-def test_largest_finite_gradients_are_not_mistaken_for_infinity(opt):
-    w = nn.Parameter(torch.ones(64, dtype=torch.float16))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_largest_finite_gradients_are_not_mistaken_for_infinity(opt, dtype):
+    """Their sum overflows, and they are finite all the same."""
+    w = nn.Parameter(torch.ones(64, dtype=dtype))
     optimizer = opt([w])
-    w.grad = torch.full_like(w, 65504.0)
+    w.grad = torch.full_like(w, torch.finfo(dtype).max)
     optimizer.step()
     assert optimizer.memory_report().skipped_steps == 0
     assert torch.isfinite(w).all()

@@ -31,7 +31,6 @@ OP V NAME(set)(float x) { return x - (V){0}; }
 OP V NAME(load)(const float *p) { return *(const V *)p; }
 OP void NAME(save)(float *p, V x) { *(V *)p = x; }
 OP V NAME(to_f)(I x) { return __builtin_convertvector(x, V); }
-OP I NAME(to_i)(V x) { return __builtin_convertvector(x, I); } /* truncates; used on whole numbers only */
 
 #if ISA == 2
 
@@ -41,6 +40,7 @@ OP I NAME(imin)(I a, I b) { return (I)_mm512_min_epi32((__m512i)a, (__m512i)b); 
 OP I NAME(imax)(I a, I b) { return (I)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 OP V NAME(floor)(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 OP V NAME(nearest)(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+OP I NAME(to_i)(V x) { return (I)_mm512_cvtps_epi32((__m512)x); } /* to nearest, ties to even */
 OP V NAME(sqrt)(V x) { return (V)_mm512_sqrt_ps((__m512)x); }
 OP M NAME(lt)(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
 OP M NAME(ne0)(V a) { return _mm512_cmp_ps_mask((__m512)a, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
@@ -65,6 +65,7 @@ OP I NAME(imin)(I a, I b) { return (I)_mm256_min_epi32((__m256i)a, (__m256i)b); 
 OP I NAME(imax)(I a, I b) { return (I)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 OP V NAME(floor)(V x) { return (V)_mm256_floor_ps((__m256)x); }
 OP V NAME(nearest)(V x) { return (V)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+OP I NAME(to_i)(V x) { return (I)_mm256_cvtps_epi32((__m256)x); }
 OP V NAME(sqrt)(V x) { return (V)_mm256_sqrt_ps((__m256)x); }
 OP M NAME(lt)(V a, V b) { return (I)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_LT_OQ); }
 OP M NAME(ne0)(V a) { return (I)_mm256_cmp_ps((__m256)a, _mm256_setzero_ps(), _CMP_NEQ_UQ); }
@@ -97,6 +98,7 @@ OP I NAME(imax)(I a, I b) { I m = a > b; return (m & a) | (~m & b); }
 /* Adding 1.5 * 2^23 leaves the nearest whole number, ties to even: |x| < 2^22. */
 OP V NAME(nearest)(V x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 OP V NAME(floor)(V x) { V n = NAME(nearest)(x); return n - (V)((n > x) & (I)NAME(set)(1)); }
+OP I NAME(to_i)(V x) { return __builtin_convertvector(NAME(nearest)(x), I); }
 OP V NAME(sqrt)(V x) { V y; for (int i = 0; i < W; i++) y[i] = __builtin_sqrtf(x[i]); return y; }
 OP M NAME(lt)(V a, V b) { return a < b; }
 OP M NAME(ne0)(V a) { return a != 0; }
@@ -126,8 +128,20 @@ OP float NAME(largest)(V x) {
 #endif
 
 /* log2 of finite x > 0, subnormal or not, |error| <= 2e-7 beside the rounding of the result: the exponent, and a polynomial in the mantissa,
- * which is brought to [sqrt(1/2), sqrt(2)). */
+ * which is brought to [3/4, 3/2) or [sqrt(1/2), sqrt(2)). */
 OP V NAME(log2)(V x) {
+#if ISA == 2
+    /* the hardware splits off the exponent, subnormal or not; log2 0 is -inf */
+    V t = (V)_mm512_getmant_ps((__m512)x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src) - 1.0f;
+    V e = (V)_mm512_getexp_ps((__m512)x) + NAME(keep)(NAME(lt)(t, NAME(set)(0)), NAME(set)(1));
+    V p = -0x1.89e33cp-4f * t + 0x1.a20d84p-3f;
+    p = p * t - 0x1.00aaf8p-2f;
+    p = p * t + 0x1.29090cp-2f;
+    p = p * t - 0x1.70fbbcp-2f;
+    p = p * t + 0x1.ec634ap-2f;
+    p = p * t - 0x1.7154e0p-1f;
+    p = p * t + 0x1.71547ap+0f;
+#else
     M tiny = NAME(lt)(x, NAME(set)(0x1p-126f));
     x = NAME(pick)(tiny, x * 0x1p24f, x);
     I u = (I)x - 0x3F3504F3;
@@ -140,12 +154,15 @@ OP V NAME(log2)(V x) {
     p = p * t + 0x1.ec775ap-2f;
     p = p * t - 0x1.715526p-1f;
     p = p * t + 0x1.715474p+0f;
+#endif
     return p * t + e;
 }
 
-/* 2^x, relative error <= 4e-7; x is held within [-127, 127.49], and what would be subnormal may become 0. */
+/* 2^x, relative error <= 4e-7 for x in [-126, 127.49]; below, the result is as small or 0. */
 OP V NAME(exp2)(V x) {
+#if ISA < 2 /* AVX-512 scales right over the whole range */
     x = NAME(min)(NAME(max)(x, NAME(set)(-127)), NAME(set)(127.49f));
+#endif
     V n = NAME(nearest)(x), t = x - n;
     V p = 0x1.5f48c8p-10f * t + 0x1.3d107cp-7f;
     p = p * t + 0x1.c6aeccp-5f;
@@ -153,6 +170,23 @@ OP V NAME(exp2)(V x) {
     p = p * t + 0x1.62e430p-1f;
     p = p * t + 0x1.000002p+0f;
     return NAME(scale)(p, n);
+}
+
+/* 2^x for |x| <= 0.1, relative error <= 2e-7. */
+OP V NAME(exp2_small)(V x) {
+    V p = 0x1.c6d382p-5f * x + 0x1.ec2e50p-3f;
+    p = p * x + 0x1.62e42ep-1f;
+    return p * x + 0x1.fffffcp-1f;
+}
+
+/* 1 / sqrt(x) for x > 0, relative error <= 4e-7: the hardware's estimate and Newton's method; anything for x = 0. */
+OP V NAME(rsqrt)(V x) {
+#if ISA == 2
+    V y = (V)_mm512_rsqrt14_ps((__m512)x);
+    return y + (0.5f * y) * (1 - (x * y) * y);
+#else
+    return 1 / NAME(sqrt)(x);
+#endif
 }
 
 /* Dither of W elements in units of 2^-24, whole numbers in [0, 2^24): `weyl` in codecs/base.py. `start` is i a + t b of the first. */
