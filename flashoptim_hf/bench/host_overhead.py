@@ -1,0 +1,217 @@
+"""Host overhead: what a step over many small tensors costs in Python, before any GPU does anything.
+
+    flashoptim-hf bench host-overhead --json host_overhead.json
+
+The tensors are the LoRA adapters of a small model: 30 layers of SmolLM2-135M, 7 linear layers each, r = 16, 420 bf16 tensors. They lie in
+CPU memory, and every Triton launch is replaced by a function that only counts; what is left is the time that a GPU would have to wait for.
+Both sides do everything else with their own code: ours looks up the plan, checks gradients and builds the tables of the fused kernel;
+flashoptim's loop goes through its tensors one by one.
+
+lora420                   Ours as it is by default; flashoptim as it is by default.
+lora420/nonfinite=off     Ours without the check for NaN and infinity.
+lora420/null_kernel       Ours with a kernel that does nothing at all: the difference to `lora420` is the fused kernel's tables.
+lora420/page_bytes=1MiB   Ours paged through a device whose copies do nothing, with many pages: the difference is what pages cost.
+
+Not in these numbers: the copy of the tables to the device, and Triton's own launch (some 10 µs each, once per page for ours and once per
+tensor for flashoptim). In all cases but `lora420/cpu_check` the check for NaN and infinity runs on one element of each gradient, since on a
+GPU only its dispatch takes the host's time.
+
+flashoptim's class refuses to be made without CUDA. `torch.cuda.is_available` is true while it is made, and its quantized states are put
+into `optimizer.state` before the first step, as loading a checkpoint would; its `step` then runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+import typer
+from torch import Tensor
+
+from .. import _triton
+from ..kernels import fused, select
+from ..optim import layout
+from ..optim.adamw import FlashAdamW
+from ..paging.streams import HostBackend
+from .adamw_peers import available
+from .report import JsonOption, Report, Row, check_outputs, cpu_name, show, table
+from .timing import Turn, add_load, add_ratio, label, round_robin
+
+LAYERS, RANK = 30, 16
+LINEARS = ((576, 576), (576, 192), (576, 192), (576, 576), (576, 1536), (576, 1536), (1536, 576))
+"""(in, out) of q, k, v, o, gate, up and down of SmolLM2-135M."""
+MULTIPLE_PAGES = "1MiB"
+
+
+def run(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the round-robin.")] = 15,
+    inner: Annotated[int, typer.Option(min=1, help="Steps of each subject in a round.")] = 10,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; 30 are 420 tensors.")] = LAYERS,
+    json_file: JsonOption = None,
+) -> None:
+    """Python time per step for the 420 LoRA tensors of a small model, with the kernel launch taken out; beside flashoptim's loop.
+
+    Prints milliseconds per step, launches per step, and the ratio to flashoptim, all of one run.
+    """
+    check_outputs(json_file, None)
+    _triton.require()
+    report, missing = measure(rounds, inner, layers)
+    show(table([label(row) for row in report.rows], f"Python time per step, {14 * layers} LoRA tensors", across="metric", digits=3))
+    if missing:
+        show(f"Peers that are not installed and were left out: {', '.join(missing)}.")
+    if json_file is not None:
+        report.write_json(json_file)
+
+
+def lora_parameters(layers: int, device: torch.device | None = None) -> list[torch.nn.Parameter]:
+    """The adapters A [r, in] and B [out, r] of every linear layer, bf16, with gradients; on the CPU by default."""
+    made = []
+    for _ in range(layers):
+        for inputs, outputs in LINEARS:
+            for shape in ((RANK, inputs), (outputs, RANK)):
+                param = torch.nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02)
+                param.grad = torch.randn_like(param) * 1e-3
+                made.append(param)
+    return made
+
+
+@dataclass
+class Launches:
+    """Stands for a Triton kernel: `kernel[grid](...)` counts and does nothing."""
+
+    count: int = 0
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.count += 1
+
+
+@dataclass
+class Subject:
+    """A step whose launches are stubbed.
+
+    Attributes:
+        step: one step.
+        launches: its stub.
+        patches: makes the patches that stand while it steps.
+        pages: pages of its state, None for a peer.
+    """
+
+    step: Callable[[], Any]
+    launches: Launches
+    patches: Callable[[], list[AbstractContextManager[Any]]]
+    pages: Callable[[], int] | None = None
+    steps: int = field(default=0)
+
+    def counted(self) -> None:
+        """One step, counted."""
+        self.step()
+        self.steps += 1
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The patches."""
+        with ExitStack() as stack:
+            for one in self.patches():
+                stack.enter_context(one)
+            yield
+
+
+class NullDevice(HostBackend):
+    """A device with staging whose copies and events do nothing."""
+
+    name = "null"
+    stages = True
+
+    def copy(self, stream: Any, dst: Tensor, src: Tensor, *, keep: bool = False) -> None:
+        pass
+
+
+def ours(layers: int, *, null_kernel: bool = False, stage: bool = False, cpu_check: bool = False, **options: Any) -> Subject:
+    """Our optimizer with the fused kernel, its launch stubbed.
+
+    Args:
+        layers: layers of the model.
+        null_kernel: replace the whole kernel and not only its launch.
+        stage: run on a `NullDevice`.
+        cpu_check: check all elements of gradients for NaN and infinity on the CPU, instead of one of each.
+        options: of `FlashAdamW`.
+    """
+    params = lora_parameters(layers)
+    optimizer = FlashAdamW(params, **options)
+    launches = Launches()
+    heads = [torch.zeros(1, dtype=torch.bfloat16) for _ in params]
+    norm = torch._foreach_norm
+
+    def check_heads(tensors: Sequence[Tensor], order: float) -> Any:
+        return norm(heads[: len(tensors)], order)
+
+    kernel: Any = launches._launch if null_kernel else fused.update_page
+
+    def patches() -> list[AbstractContextManager[Any]]:
+        return [
+            patch.object(select, "kernel_for", lambda *_: kernel),
+            patch.object(fused, "page_kernel", launches),
+            patch.object(layout, "backend_for", lambda device, _: NullDevice(device)) if stage else nullcontext(),
+            nullcontext() if cpu_check else patch.object(torch, "_foreach_norm", check_heads),
+        ]
+
+    return Subject(optimizer.step, launches, patches, lambda: optimizer.memory_report().pages)
+
+
+def flashoptim(layers: int) -> Subject:
+    """flashoptim's own step, its kernel's launch stubbed; how it is made on a CPU is at the head of this file."""
+    import flashoptim.optimizers as peer
+
+    params = lora_parameters(layers)
+    with patch.object(torch.get_device_module("cuda"), "is_available", lambda: True):
+        optimizer = peer.FlashAdamW(params)
+    for param in params:
+        for name, spec in optimizer.quantized_state_spec.items():
+            state = peer._MaybeQuantizedTensor(None, signed=spec.signed, sqrt=spec.sqrt, softsign=spec.softsign)
+            codes = torch.zeros_like(param, dtype=torch.int8 if spec.signed else torch.uint8)
+            scales = torch.zeros(-(-param.numel() // 32), dtype=torch.float16)
+            state.load_state_dict({f"{name}::quantized": codes, f"{name}::scales": scales}, name)
+            optimizer.state[param][name] = state
+    launches = Launches()
+    return Subject(optimizer.step, launches, lambda: [patch.object(peer, "_triton_adam_kernel", launches)])
+
+
+def measure(rounds: int, inner: int, layers: int) -> tuple[Report, list[str]]:
+    """Time everything; the report, and the peers that are missing."""
+    report = Report("host-overhead", cpu_name())
+    add_load(report)
+    base = f"lora{14 * layers}"
+    subjects = {
+        (base, "ours"): ours(layers),
+        (f"{base}/nonfinite=off", "ours"): ours(layers, nonfinite="off"),
+        (f"{base}/null_kernel", "ours"): ours(layers, null_kernel=True),
+        (f"{base}/null_kernel/nonfinite=off", "ours"): ours(layers, null_kernel=True, nonfinite="off"),
+        (f"{base}/page_bytes={MULTIPLE_PAGES}", "ours"): ours(layers, stage=True, paged=True, page_bytes=MULTIPLE_PAGES),
+        (f"{base}/cpu_check", "ours"): ours(layers, cpu_check=True),
+    }
+    present, missing = available(["flashoptim"])
+    if present:
+        subjects[base, "flashoptim"] = flashoptim(layers)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # another thread's time is not the host thread's
+    try:
+        turns = {key: Turn(subject.counted, rounds, inner, subject.around) for key, subject in subjects.items()}
+        round_robin(list(turns.values()))
+    finally:
+        torch.set_num_threads(before)
+    for (case, name), subject in subjects.items():
+        turn = turns[case, name]
+        report.rows.append(Row.timing(case, name, "ms_per_step", [1e3 * s for s in turn.seconds], "ms"))
+        report.add(case, name, "launches_per_step", subject.launches.count / subject.steps)
+        if subject.pages is not None:
+            report.add(case, name, "pages", subject.pages())
+            if present:
+                add_ratio(report, case, name, "ratio_to_flashoptim", turn, turns[base, "flashoptim"])
+    return report, missing

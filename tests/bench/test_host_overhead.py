@@ -1,0 +1,76 @@
+"""The bench of Python time: both optimizers run to the launch, and only the launch is taken out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from flashoptim_hf.bench import adamw_peers, host_overhead
+from flashoptim_hf.bench.host_overhead import LINEARS, flashoptim, lora_parameters, measure, ours
+from flashoptim_hf.kernels import fused, select
+
+pytest.importorskip("triton")
+
+
+def test_shapes_are_those_of_the_model():
+    params = lora_parameters(30)
+    assert len(params) == 420
+    assert sum(param.numel() for param in params) == 4_884_480  # what peft prints for r=16 on all linear layers
+    assert {param.dtype for param in params} == {torch.bfloat16}
+    assert all(param.grad is not None for param in params)
+
+
+def test_launches_are_pages(tmp_path):
+    file = tmp_path / "out.json"
+    host_overhead.run(rounds=1, inner=2, layers=4, json_file=file)
+    rows = {(row["case"], row["subject"], row["metric"]): row["value"] for row in json.loads(file.read_text())["rows"]}
+    for case, subject, metric in rows:
+        if metric == "pages":
+            assert rows[case, subject, "launches_per_step"] == rows[case, subject, metric]
+    assert rows["lora56", "ours", "pages"] == 1
+    assert rows["lora56/page_bytes=1MiB", "ours", "pages"] > 1
+    assert rows["lora56", "ours", "ms_per_step"] > 0
+
+
+def test_the_fused_kernel_builds_its_tables(monkeypatch):
+    built = []
+    tables = fused._Tables
+    monkeypatch.setattr(fused, "_Tables", lambda *arguments: built.append(arguments) or tables(*arguments))
+    for options, expected in (({}, 1), ({"null_kernel": True}, 0)):
+        built.clear()
+        subject = ours(1, **options)
+        with subject.around():
+            subject.counted()
+        assert len(built) == expected
+        assert subject.launches.count == 1
+
+
+def test_patches_do_not_outlive_the_step():
+    before = (select.kernel_for, fused.page_kernel, torch._foreach_norm)
+    with ours(1, stage=True, paged=True).around():
+        assert (select.kernel_for, fused.page_kernel, torch._foreach_norm) != before
+    assert (select.kernel_for, fused.page_kernel, torch._foreach_norm) == before
+
+
+def test_flashoptim_reaches_its_launch_for_every_tensor():
+    pytest.importorskip("flashoptim")
+    has_cuda = torch.get_device_module("cuda").is_available()
+    subject = flashoptim(1)
+    assert torch.get_device_module("cuda").is_available() == has_cuda  # the patch is gone again
+    with subject.around():
+        subject.counted()
+        subject.counted()
+    assert subject.launches.count == 2 * 2 * len(LINEARS)
+    states = [state for state in subject.step.__self__.state.values() if state]
+    assert {int(state["step"]) for state in states} == {2}
+    assert {state["exp_avg"].quantized.dtype for state in states} == {torch.int8}
+    assert {state["error_bits"].dtype for state in states} == {torch.int8}
+
+
+def test_without_the_peer_it_is_named(monkeypatch):
+    monkeypatch.setattr(adamw_peers, "installed", lambda name: name != "flashoptim")
+    report, missing = measure(1, 1, 1)
+    assert missing == ["flashoptim"]
+    assert {row.subject for row in report.rows} == {"ours", "machine"}
