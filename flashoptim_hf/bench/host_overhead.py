@@ -12,9 +12,11 @@ lora420/nonfinite=off     Ours without the check for NaN and infinity.
 lora420/null_kernel       Ours with a kernel that does nothing at all: the difference to `lora420` is the fused kernel's tables.
 lora420/page_bytes=1MiB   Ours paged through a device whose copies do nothing, with many pages: the difference is what pages cost.
 
+lora420/cpu_check         Ours with the check for NaN and infinity as a CPU makes it.
+
 Not in these numbers: the copy of the tables to the device, and Triton's own launch (some 10 µs each, once per page for ours and once per
-tensor for flashoptim). In all cases but `lora420/cpu_check` the check for NaN and infinity runs on one element of each gradient, since on a
-GPU only its dispatch takes the host's time.
+tensor for flashoptim). Outside `lora420/cpu_check` the check takes the path that a GPU takes, with one more thing that only launches
+replaced: `torch._foreach_norm`, a handful of launches there and a loop here, gives norms that were made before.
 
 flashoptim's class refuses to be made without CUDA. `torch.cuda.is_available` is true while it is made, and its quantized states are put
 into `optimizer.state` before the first step, as loading a checkpoint would; its `step` then runs as it is.
@@ -22,7 +24,7 @@ into `optimizer.state` before the first step, as loading a checkpoint would; its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from .. import _triton
 from ..kernels import fused, select
-from ..optim import layout
+from ..optim import finite, layout
 from ..optim.adamw import FlashAdamW
 from ..paging.streams import HostBackend
 from .adamw_peers import available
@@ -140,17 +142,20 @@ def ours(layers: int, *, null_kernel: bool = False, stage: bool = False, cpu_che
         layers: layers of the model.
         null_kernel: replace the whole kernel and not only its launch.
         stage: run on a `NullDevice`.
-        cpu_check: check all elements of gradients for NaN and infinity on the CPU, instead of one of each.
+        cpu_check: check gradients for NaN and infinity as on a CPU, instead of by a GPU's path.
         options: of `FlashAdamW`.
     """
     params = lora_parameters(layers)
     optimizer = FlashAdamW(params, **options)
     launches = Launches()
-    heads = [torch.zeros(1, dtype=torch.bfloat16) for _ in params]
-    norm = torch._foreach_norm
+    norms = [torch.zeros((), dtype=torch.bfloat16) for _ in params]
+    probe, accelerator = finite._probe, torch.device("cuda")
 
-    def check_heads(tensors: Sequence[Tensor], order: float) -> Any:
-        return norm(heads[: len(tensors)], order)
+    def gpu_check() -> list[AbstractContextManager[Any]]:
+        return [
+            patch.object(torch, "_foreach_norm", lambda *_: norms),
+            patch.object(finite, "_probe", lambda tensors, _: probe(tensors, accelerator)),
+        ]
 
     kernel: Any = launches._launch if null_kernel else fused.update_page
 
@@ -159,7 +164,7 @@ def ours(layers: int, *, null_kernel: bool = False, stage: bool = False, cpu_che
             patch.object(select, "kernel_for", lambda *_: kernel),
             patch.object(fused, "page_kernel", launches),
             patch.object(layout, "backend_for", lambda device, _: NullDevice(device)) if stage else nullcontext(),
-            nullcontext() if cpu_check else patch.object(torch, "_foreach_norm", check_heads),
+            *([] if cpu_check else gpu_check()),
         ]
 
     return Subject(optimizer.step, launches, patches, lambda: optimizer.memory_report().pages)

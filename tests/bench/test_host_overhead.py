@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from flashoptim_hf.bench import adamw_peers, host_overhead
 from flashoptim_hf.bench.host_overhead import LINEARS, flashoptim, lora_parameters, measure, ours
 from flashoptim_hf.kernels import fused, select
+from flashoptim_hf.optim import finite, layout
 
 pytest.importorskip("triton")
 
@@ -48,10 +50,27 @@ def test_the_fused_kernel_builds_its_tables(monkeypatch):
 
 
 def test_patches_do_not_outlive_the_step():
-    before = (select.kernel_for, fused.page_kernel, torch._foreach_norm)
+    def patched():
+        return (select.kernel_for, fused.page_kernel, torch._foreach_norm, finite._probe, layout.backend_for)
+
+    before = patched()
     with ours(1, stage=True, paged=True).around():
-        assert (select.kernel_for, fused.page_kernel, torch._foreach_norm) != before
-    assert (select.kernel_for, fused.page_kernel, torch._foreach_norm) == before
+        assert all(now is not then for now, then in zip(patched(), before, strict=True))
+    assert patched() == before
+
+
+def test_a_nan_is_not_looked_for_on_the_cpu_unless_asked():
+    """What stands for a GPU's check must not do the arithmetic of one."""
+    for cpu_check in (False, True):
+        subject = ours(1, cpu_check=cpu_check)
+        with subject.around():
+            subject.counted()
+            for group in subject.step.__self__.param_groups:
+                group["params"][3].grad[0, 0] = float("nan")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                subject.counted()
+        assert subject.launches.count == (1 if cpu_check else 2)
 
 
 def test_flashoptim_reaches_its_launch_for_every_tensor():
