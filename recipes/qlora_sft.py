@@ -106,9 +106,8 @@ def report_start(args: SFTConfig, model: PeftModel, tokenizer: PreTrainedTokeniz
         f"in force: {state.num_processes} process(es), {args.device}, mixed precision {args.mixed_precision}, "
         f"trainable weights in {', '.join(sorted(trainable))}, optimizer {sft_run.optimizer_name(args)}"
     )
-    state.print(
-        f"EOS {tokenizer.eos_token!r} learned once per sample, BOS {tokenizer.bos_token!r}, padding {tokenizer.pad_token!r} (never learned)"
-    )
+    eos, bos, pad = tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token
+    state.print(f"EOS {eos!r} ends every sample that is not cut off, and is learned; BOS {bos!r}; padding {pad!r} is not learned")
     for name, count in counts.items():
         state.print(f"{name}: {count}")
 
@@ -152,9 +151,9 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[watch],
     )
-    lifted = sft_run.lift_fp16(trainer.model)
+    lifted = sft_run.lift_fp16(trainer.model, scaled=args.fp16)
     if lifted:
-        trainer.accelerator.print(f"{len(lifted)} trainable weights were in fp16, which loss scaling cannot train; they are fp32 now.")
+        trainer.accelerator.print(f"{len(lifted)} trainable tensors were in 16 bits that loss scaling cannot train in; they are fp32 now.")
     report_start(args, trainer.model, tokenizer, counts)
 
     # The base model's answer, on resumption too: the checkpoint is loaded later, when training begins.

@@ -50,9 +50,14 @@ def check_launch(args: TrainingArguments, environ: dict[str, str]) -> None:
         )
 
 
-def lift_fp16(model: torch.nn.Module) -> list[str]:
-    """Turn trainable fp16 weights into fp32, in place, and return their names. Gradient scaling cannot unscale fp16 gradients."""
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype == torch.float16]
+def lift_fp16(model: torch.nn.Module, scaled: bool) -> list[str]:
+    """Turn trainable fp16 weights into fp32, in place, and return their names. Gradient scaling cannot unscale fp16 gradients.
+
+    Args:
+        scaled: fp16 training with loss scaling. Then bf16 weights become fp32 too: whoever trains in fp16 has a device without bf16.
+    """
+    narrow = (torch.float16, torch.bfloat16) if scaled else (torch.float16,)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype in narrow]
     for name in names:
         weight = model.get_parameter(name)
         weight.data = weight.data.float()

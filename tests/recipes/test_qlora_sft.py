@@ -324,16 +324,17 @@ def test_trainable_fp16_weights_become_fp32_and_can_be_unscaled() -> None:
 
     model.zero_grad()
     kept = [model[1].weight.clone(), *model[0].parameters()]
-    assert sft_run.lift_fp16(model) == ["1.weight", "1.bias"]
+    assert sft_run.lift_fp16(model, scaled=False) == ["1.weight", "1.bias"]
     assert [weight.dtype for weight in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2 + [torch.bfloat16] * 2
     assert torch.equal(model[1].weight, kept[0].float())
-    assert sft_run.lift_fp16(model) == []
+    assert sft_run.lift_fp16(model, scaled=False) == []
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
     scaler.unscale_(optimizer)
+    assert sft_run.lift_fp16(model, scaled=True) == ["2.weight", "2.bias"]
 
 
 def test_recipe_is_short_and_uses_public_names_only() -> None:
