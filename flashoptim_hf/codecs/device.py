@@ -11,11 +11,25 @@ import torch
 from .._triton import INTERPRET, jit, tl
 
 PTX = tl.constexpr(not INTERPRET and torch.version.hip is None and getattr(torch.version, "xpu", None) is None)
+"""Whether this torch drives NVIDIA GPUs, or none, when kernels are compiled for them ahead of time."""
 
 # fp32 numbers from 2^23 to 2^24 are the integers: adding 2^23 (1.5 * 2^23 where the sum may be negative) leaves the rounded integer in the
 # low bits, without the slow conversion pipe
 MAGIC = tl.constexpr(8388608.0)
 SIGNED_MAGIC = tl.constexpr(12582912.0)
+
+# prmt takes one byte for each digit of its selector, the lowest last: 0 to 3 from its first operand, 4 to 7 from its second, with 8 added
+# for eight copies of that byte's top bit
+_BYTES = tl.constexpr("".join(f"prmt.b32 ${i}, $4, 0x4B, 0x455{i};" for i in range(4)))
+_SIGNED_BYTES = tl.constexpr(
+    "{ .reg .b32 x; xor.b32 x, $4, 0x80808080;" + "".join(f"prmt.b32 ${i}, x, 0x47, 0x45{i}5;" for i in range(4)) + "}"
+)
+_LATTICE = tl.constexpr(
+    "{ .reg .b32 z; and.b32 z, $4, 0x7F7F7F7F; add.u32 z, z, 0x7F7F7F7F; or.b32 z, z, $4; not.b32 z, z;"
+    + "".join(f"prmt.b32 ${i}, $4, z, 0x{d}{i}{d}{d};" for i, d in enumerate("CDEF"))
+    + "".join(f"fma.rn.f32 ${i}, ${i}, 0f7F000000, 0fC07F0000;" for i in range(4))
+    + "}"
+)
 
 
 @jit
@@ -44,35 +58,65 @@ def reciprocal(x):  # type: ignore[no-untyped-def]
 
 @jit
 def uint8_to_float(x):  # type: ignore[no-untyped-def]
-    """uint8 tile to fp32, exactly: the byte becomes the low mantissa bits of 2^23."""
-    return (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - MAGIC
-
-
-@jit
-def int8_to_float(x):  # type: ignore[no-untyped-def]
-    """int8 tile to fp32, exactly: with the sign bit flipped it is a uint8 that is 128 too large."""
-    return ((x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (MAGIC + 128.0)
-
-
-@jit
-def floor_magic(x):  # type: ignore[no-untyped-def]
-    """For 0 < x < 256: floor(x) - 128 as an integer in the low bits of the result, an addition rounded down."""
+    """uint8 tile to fp32, exactly: each byte becomes the low mantissa bits of 2^23."""
     if PTX:
-        result = tl.inline_asm_elementwise("add.rm.f32 $0, $1, 0f4B3FFF80;", "=f,f", [x], tl.float32, True, 1)
+        result = tl.inline_asm_elementwise(_BYTES, "=&f,=&f,=&f,=&f,r", [x], tl.float32, True, 4)
     else:
-        result = tl.floor(x) + (SIGNED_MAGIC - 128.0)
+        result = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    return result - MAGIC
+
+
+@jit
+def int8_times(x, scale):  # type: ignore[no-untyped-def]
+    """int8 tile times `scale`, fp32 of at most 15 significant bits: exactly.
+
+    With the sign bit flipped, x is the byte 128 + x, which as the middle of the mantissa of 2^15 makes 2^15 + 128 + x = 257 * 128 + x. That
+    product and 257 * 128 * scale, of 24 bits, are exact in one multiply-add.
+    """
+    if PTX:
+        shifted = tl.inline_asm_elementwise(_SIGNED_BYTES, "=&f,=&f,=&f,=&f,r", [x], tl.float32, True, 4)
+        result = tl.fma(shifted, scale, scale * -32896.0)
+    else:
+        result = x.to(tl.float32) * scale
     return result
 
 
 @jit
-def dither(index, step, ELEMENT: tl.constexpr, TIME: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """128 + d, fp32 [ROWS, GROUP], with d the dither of `base.weyl` in its upper 16 bits.
+def lattice(x):  # type: ignore[no-untyped-def]
+    """uint8 tile to (x - 255) / 64, fp32, exactly, and 0 to -inf.
 
-    Sixteen bits, since they can be moved below the exponent of 128 as they are; the rest of the sequence could move one rounding in 65536.
+    Four bytes at a time: the sum carries into the top bit of each byte that is not 0. Inverted and spread over the other three bytes of an
+    fp32 number, that bit makes x the subnormal x 2^-133, which times 2^127 is x / 64; and 0 about -2^127, whose product overflows.
     """
+    if PTX:
+        result = tl.inline_asm_elementwise(_LATTICE, "=&f,=&f,=&f,=&f,r", [x], tl.float32, True, 4)
+    else:
+        result = tl.where(x == 0, float("-inf"), x.to(tl.float32) * (1 / 64) - 255 / 64)
+    return result
+
+
+@jit
+def floor_magic(x):  # type: ignore[no-untyped-def]
+    """For |x| < 2^20: SIGNED_MAGIC + floor(x) - 1, an addition rounded down."""
+    if PTX:
+        result = tl.inline_asm_elementwise("add.rm.f32 $0, $1, 0f4B3FFFFF;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        result = tl.floor(x) + (SIGNED_MAGIC - 1.0)
+    return result
+
+
+@jit
+def opaque(x):  # type: ignore[no-untyped-def]
+    """x, of which the compiler knows nothing: it would turn sums with a loop's counter into one counter each."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, True, 1) if PTX else x
+
+
+@jit
+def dither(index, step, ELEMENT: tl.constexpr, TIME: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 + d, fp32 [ROWS, GROUP], with d the dither of `base.weyl` in 23 of its 24 bits: all that fit below the exponent of 1."""
     start = index.to(tl.uint32) * ELEMENT + step.to(tl.uint32) * TIME
     w = start + offsets(ROWS, GROUP).to(tl.uint32) * ELEMENT
-    return ((w >> 16) | 0x43000000).to(tl.float32, bitcast=True)
+    return ((w >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -102,7 +146,7 @@ def store(plane, value, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GR
 def load_groups(plane, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """One entry per group of the tile, [ROWS, 1]; 0 for groups that begin at `limit` or later, unless FULL."""
     row = tl.arange(0, ROWS)[:, None]
-    at = plane + first // GROUP + row
+    at = plane + (first.to(tl.uint64) // GROUP).to(tl.int64) + row
     return tl.load(at) if FULL else tl.load(at, mask=row * GROUP < limit, other=0)
 
 
@@ -110,7 +154,8 @@ def load_groups(plane, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GRO
 def store_groups(plane, value, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write one entry per group, those that begin at `limit` or later excepted, unless FULL."""
     row = tl.arange(0, ROWS)[:, None]
+    at = plane + (first.to(tl.uint64) // GROUP).to(tl.int64) + row
     if FULL:
-        tl.store(plane + first // GROUP + row, value)
+        tl.store(at, value)
     else:
-        tl.store(plane + first // GROUP + row, value, mask=row * GROUP < limit)
+        tl.store(at, value, mask=row * GROUP < limit)

@@ -53,6 +53,7 @@ _GROUP, _MAX_OCTAVES, _MIN_STEP, _LN2 = (tl.constexpr(value) for value in (GROUP
 _STEP_GRID, _MAX_HI, _MIN_UMAX = (tl.constexpr(value) for value in (STEP_GRID, MAX_HI, MIN_UMAX))
 _MAX_UMAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
 _SMALLEST = tl.constexpr(2.0**-126)
+_SHRINK = tl.constexpr(1 - 2.0**-15)
 
 
 def group_constants(log_r: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,9 +90,9 @@ def log_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  #
     umax = device.load_groups(umax_ptr, first, limit, FULL, ROWS, _GROUP).to(tl.float32)
     code = device.load(code_ptr, first, limit, FULL, ROWS, _GROUP)
     mcode = device.load(mcode_ptr, first, limit, FULL, ROWS, _GROUP)
-    below = device.uint8_to_float(code) - 255.0
-    r = tl.where(below > -255.0, device.exp2(below * step + hi), 0.0)
-    m = device.int8_to_float(mcode) * (umax * (1 / 127)) * r
+    # a step of 0, as in planes that were never written, times the -inf of code 0 would be NaN
+    r = device.exp2(device.lattice(code) * (tl.maximum(step, _MIN_STEP) * 64.0) + hi)
+    m = device.int8_times(mcode, 1.0) * (umax * (1 / 127)) * r
     return m, r * r
 
 
@@ -100,36 +101,41 @@ def log_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, 
     """`LogCodec.encode` for one tile; see `Codec.device_encode`."""
     mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr = planes
     m, v = values
-    log_v = device.log2(v)
-    nonzero = v >= _SMALLEST
+    # NaN where v is 0: maximum and minimum pass over it, and at the end it becomes code 0
+    log_v = device.log2(v - _SMALLEST)
     top = tl.max(log_v, 1, keep_dims=True) * 0.5
-    bottom = tl.min(tl.where(nonzero, log_v, float("inf")), 1, keep_dims=True) * 0.5
+    bottom = tl.min(log_v, 1, keep_dims=True) * 0.5
     # fp32 between 128 and 256 has the grid of hi: adding and subtracting 192 rounds to it
-    hi = tl.where(top == float("-inf"), 0.0, tl.minimum((top + 192.0) - 192.0, _MAX_HI))
+    hi = tl.minimum(tl.maximum((top + 192.0) - 192.0, -63.0), _MAX_HI)
+    hi = tl.where(top == top, hi, 0.0)
     lo = tl.maximum(tl.minimum(bottom, hi), hi - _MAX_OCTAVES)
     step = tl.maximum(tl.ceil((hi - lo) * (1 / (254 * _STEP_GRID)) - 0.25) * _STEP_GRID, _MIN_STEP)
 
-    # (c - 1) / 254, clamped to what the codes 1 to 255 are
-    y = (log_v - 2.0 * hi) * (device.reciprocal(step) * (0.5 / 254)) + 1.0
-    y = tl.minimum(tl.maximum(y, 0.0), 1.0)
+    # c / 255, which is not below that of code 1 unless v is 0: the margin is twice the error of the quotient. A clamp to [0, 1] costs
+    # nothing, and makes NaN 0.
+    below = tl.maximum(log_v - 2.0 * hi, step * (-508.0 * (1 - 2.0**-21)), propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(tl.maximum(below * (device.reciprocal(step) * (0.5 / 255)) + 1.0, 0.0), 1.0)
     if DITHER:
-        k = step * _LN2
-        d = device.dither(index, time, 2654435761, 2654435769, ROWS, _GROUP)
-        theta = d * (d * -k + (1.0 + 257.0 * k))
-        b = (y * 254.0 + (129.5 + 16512.0 * k) - theta) + device.MAGIC
+        # floor(c + 1 - theta) with theta = d + k d (1 - d) rounds up where x is above theta, which is where d is below x - k x (1 - x), but
+        # for terms in k^2. theta is kept 2^-16 away from 0 and 1, so that codes 255 and 0 never round to 256 and -1. D = 1 + d.
+        k = step * (_LN2 * _SHRINK)
+        D = device.dither(index, time, 2654435761, 2654435769, ROWS, _GROUP)
+        half_minus_theta = (1.5 * _SHRINK + 2.0 * k) - D * (D * -k + (_SHRINK + 3.0 * k))
+        b = (y * 255.0 + half_minus_theta) + device.SIGNED_MAGIC
     else:
-        b = y * 254.0 + (device.MAGIC + 1.0)
-    u = m * device.exp2((b - (device.MAGIC + 255.0)) * -step - hi)
+        b = y * 255.0 + device.SIGNED_MAGIC
+    u = m * device.exp2((b - (device.SIGNED_MAGIC + 255.0)) * -step - hi)
     umax = tl.max(tl.abs(u), 1, keep_dims=True)
     umax = tl.minimum(tl.maximum(umax, _MIN_UMAX), _MAX_UMAX)
     bits = (umax.to(tl.int32, bitcast=True) + (0xFFF0 if DITHER else 0x8000)) & -65536
     inverse = device.reciprocal(bits.to(tl.float32, bitcast=True) * (1 / 127))
     if DITHER:
-        d = device.dither(index, time, 2246822519, 1779033703, ROWS, _GROUP)
-        mb = device.floor_magic(u * (inverse * (1 - 2.0**-18)) + d)
+        # an element that umax was rounded below would reach 128 with the largest dither
+        D = device.dither(index, time, 2246822519, 1779033703, ROWS, _GROUP)
+        mb = device.floor_magic(u * (inverse * (1 - 2.0**-18)) + D)
     else:
         mb = tl.minimum(tl.maximum(u * inverse, -127.0), 127.0) + device.SIGNED_MAGIC
-    code = tl.where(nonzero, b.to(tl.int32, bitcast=True), 0).to(tl.uint8)
+    code = b.to(tl.int32, bitcast=True).to(tl.uint8)
     mcode = mb.to(tl.int32, bitcast=True).to(tl.int8)
     device.store(code_ptr, code, first, limit, FULL, ROWS, _GROUP)
     device.store(mcode_ptr, mcode, first, limit, FULL, ROWS, _GROUP)

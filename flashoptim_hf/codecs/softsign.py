@@ -41,7 +41,7 @@ _GROUP, _LARGEST, _SMALLEST = (tl.constexpr(value) for value in (GROUP, LARGEST,
 @jit
 def softsign_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`SoftsignCodec.decode` for one tile; see `Codec.device_decode`."""
-    y = device.int8_to_float(device.load(planes[0], first, limit, FULL, ROWS, _GROUP)) * (1 / 127)
+    y = device.int8_times(device.load(planes[0], first, limit, FULL, ROWS, _GROUP), 1.0) * (1 / 127)
     scale = device.load_groups(planes[len(planes) // 2], first, limit, FULL, ROWS, _GROUP).to(tl.float32)
     m = y * device.reciprocal(2.0 - tl.abs(y)) * scale
     if len(planes) == 2:

@@ -72,6 +72,7 @@ def join(p: Tensor, c: Tensor) -> Tensor:
 
 
 _BITS_BY_HAND = tl.constexpr(INTERPRET)
+_UNIT = tl.constexpr(129 * 2.0**-22)  # of an 8-bit correction in the device forms for bf16, relative to 2^e
 
 
 @jit
@@ -88,7 +89,11 @@ def round_to(w, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def device_split(w, DTYPE: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`split` for one tile, without its care for weights that are not finite: (p in DTYPE, correction of BITS - 16 bits)."""
+    """`split` for one tile: (p in DTYPE, correction of BITS - 16 bits).
+
+    With bf16 and 8 bits the unit is that of `device_join`, so that a correction may differ by one where it is far from 0; weights from
+    2^127 on get the correction 0, and those that are not finite or subnormal any.
+    """
     p = round_to(w, DTYPE)
     if tl.bfloat16 == DTYPE and BITS == 24:
         bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -111,15 +116,15 @@ def device_split(w, DTYPE: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no
 
 @jit
 def device_join(p, c):  # type: ignore[no-untyped-def]
-    """`join` for one tile; with bf16 and int8, within two units in the last place of fp32 of it, and NaN for an infinite p.
+    """`join` for one tile; with bf16 and 8 bits, within two units in the last place of fp32 of it, and NaN for an infinite p.
 
     There c / 127 is taken as 129 c / 16384, which is a 16384th less: p plus that is exact in fp32, and it never reaches the half where an
-    odd p would round away.
+    odd p would round away. Subnormal weights are taken as they are.
     """
     if p.dtype == tl.bfloat16 and c.dtype == tl.int8:
         bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
         power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        w = device.int8_to_float(c) * _UNIT * power + bits.to(tl.float32, bitcast=True)
+        w = device.int8_times(c, _UNIT) * power + bits.to(tl.float32, bitcast=True)
         # The integers of one sign are ordered as the floats are, and 2^15 below p ends what rounds to it: half a unit, or a quarter below a
         # power of two. Shifted up by as much, since -0.0 has no integer below it.
         bits = tl.maximum(w.to(tl.int32, bitcast=True) + 0x8000, bits) - 0x8000
@@ -157,6 +162,3 @@ def _power(p, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """2^e of fp32 numbers that came from DTYPE, not below that of its smallest normal number, and 2 / 2^e, which is finite."""
     bits = tl.maximum(p.to(tl.int32, bitcast=True) & 0x7F800000, 0x38800000 if tl.float16 == DTYPE else 0x00800000)
     return bits.to(tl.float32, bitcast=True), (0x7F800000 - bits).to(tl.float32, bitcast=True)
-
-
-_UNIT = tl.constexpr(129 * 2.0**-22)

@@ -1,14 +1,13 @@
 """The fused path: one generic Triton kernel, which takes rule and codec as compile-time functions, and the one place where it is launched.
 
-A page holds many segments of many parameters. One launch updates them all: the grid runs over *blocks* of at most TILE * TILES elements of
-one segment, and each program looks up in tables which segment it works on, and where. Whole tiles of segments that lie on 16-byte
-boundaries are loaded and stored in the widest words; what is left of a segment, and segments that do not lie there, go through a second,
-masked loop over small tiles.
+A page holds many segments of many parameters. One launch updates them all: the grid runs over *blocks* of one to TILES tiles of one
+segment, and each program looks up in tables which segment it works on, and where. Whole tiles of segments that lie on 16-byte boundaries
+are loaded and stored in the widest words; what is left of a segment, and segments that do not lie there, go through a second, masked loop
+over small tiles.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -23,28 +22,32 @@ from .._triton import jit, tl
 from ..codecs import device, weight_split
 from ..codecs.base import ALIGN
 from ..errors import ConfigurationError
-from .rule import Format, Segment
+from .rule import Format, Segment, Segments
 
-NUM_WARPS = 4
+NUM_WARPS = 1
+"""One warp: its threads exchange data without a barrier, where a store wants another order than the arithmetic."""
 TILE = NUM_WARPS * 32 * 16
 """Elements of a whole tile: 16 for each thread, so that a thread's codes fill one 128-bit word and four threads hold a group of 64."""
-SMALL = 256
+SMALL = NUM_WARPS * 64
 """Elements of a masked tile."""
-TILES = 4
-"""Whole tiles in a block: what a program looks up serves so many."""
+TILES = 8
+"""Most tiles in a block: what a program looks up serves so many."""
+ENOUGH = 4096
+"""Programs that fill any GPU; below that, blocks are made shorter."""
 ROW = 8
 """Numbers in a segment's row: param, grad, start, numel, index, step, lr (a pointer), aligned."""
 
 _FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
-@jit(do_not_specialize_on_alignment=["inv_scale_ptr", "skip_ptr"])
+@jit(do_not_specialize=["block"], do_not_specialize_on_alignment=["inv_scale_ptr", "skip_ptr"])
 def page_kernel(  # type: ignore[no-untyped-def]
     planes,  # tuple of pointers to the codec's planes, in its order; in place
     correction_ptr,  # int8 or int16, one per element; in place; None where MASTER_BITS is 0
     segments_ptr,  # int64 [segments, ROW]
     hyper_ptr,  # fp32 [segments, NUM_HYPER]; the first is the learning rate, read through the row's pointer
     blocks_ptr,  # int32 [programs, 2]: segment, and block within it
+    block,  # elements in a block
     inv_scale_ptr,  # fp32 or None
     skip_ptr,  # one number or None; where it is not 0, nothing changes
     RULE: tl.constexpr,
@@ -58,7 +61,6 @@ def page_kernel(  # type: ignore[no-untyped-def]
     NUM_HYPER: tl.constexpr,
     TILE: tl.constexpr,
     SMALL: tl.constexpr,
-    TILES: tl.constexpr,
     ROW: tl.constexpr,
 ):
     """One step of RULE for one block of one segment."""
@@ -67,12 +69,12 @@ def page_kernel(  # type: ignore[no-untyped-def]
             return
     program = tl.program_id(0)
     segment = tl.load(blocks_ptr + 2 * program)
-    begin = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * (TILE * TILES)
+    begin = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * block
     row = segments_ptr + segment * ROW
     param_ptr = tl.load(row).to(tl.pointer_type(PARAM)) + begin
     grad_ptr = tl.load(row + 1).to(tl.pointer_type(GRAD)) + begin
     first = tl.multiple_of(tl.load(row + 2) + begin, 64)
-    limit = tl.minimum(tl.load(row + 3) - begin, TILE * TILES).to(tl.int32)
+    limit = tl.minimum(tl.load(row + 3) - begin, block).to(tl.int32)
     index = tl.load(row + 4) + begin
     step = tl.load(row + 5)
     aligned = tl.load(row + 7).to(tl.int32)
@@ -85,7 +87,8 @@ def page_kernel(  # type: ignore[no-untyped-def]
         scale = tl.load(inv_scale_ptr)
 
     whole = limit // TILE * aligned * TILE
-    for at in range(0, whole, TILE):
+    for tile in range(0, whole, TILE):
+        at = tl.multiple_of(device.opaque(tile), 64)
         p = tl.multiple_of(param_ptr + at, 16)
         g = tl.multiple_of(grad_ptr + at, 16)
         weight, grad = _read(p, g, correction_ptr, first + at, TILE, scale, MASTER_BITS, True, TILE // GROUP, GROUP)
@@ -151,7 +154,7 @@ def _write(  # type: ignore[no-untyped-def]
 @torch.no_grad()
 def update_page(
     planes: Sequence[Tensor],
-    segments: Sequence[Segment],
+    segments: Sequence[Segment] | Segments,
     fmt: Format,
     *,
     inv_scale: Tensor | None = None,
@@ -170,52 +173,58 @@ def update_page(
         ConfigurationError: segments that one launch cannot serve; the message names what differs.
     """
     _triton.require()
-    by_grad: dict[torch.dtype, list[Segment]] = defaultdict(list)
-    for segment in segments:
-        if segment.param.numel():
-            by_grad[segment.grad.dtype].append(segment)
-    for members in by_grad.values():
-        _launch(planes, members, fmt, inv_scale, skip)
+    segments = Segments.of(segments)
+    numel, grad_type = segments.rows[:, 3], segments.rows[:, 7]
+    for code in np.unique(grad_type[numel > 0]):
+        _launch(planes, segments, np.flatnonzero((numel > 0) & (grad_type == code)), fmt, inv_scale, skip)
 
 
-def _launch(planes: Sequence[Tensor], segments: list[Segment], fmt: Format, inv_scale: Tensor | None, skip: Tensor | None) -> None:
-    """The one launch site. All segments have the same dtypes."""
-    dtype = segments[0].param.dtype
-    if any(segment.param.dtype != dtype for segment in segments):
-        found = sorted({str(segment.param.dtype) for segment in segments})
+def _launch(
+    planes: Sequence[Tensor], segments: Segments, chosen: np.ndarray, fmt: Format, inv_scale: Tensor | None, skip: Tensor | None
+) -> None:
+    """The one launch site. `chosen` are the numbers of the segments to update, whose gradients have one dtype."""
+    one = segments.params[chosen[0]], segments.grads[chosen[0]]
+    if len(np.unique(segments.rows[chosen, 6])) > 1:
+        found = sorted({str(segments.params[i].dtype) for i in chosen})
         raise ConfigurationError(f"a page holds parameters of {', '.join(found)}; keep each dtype in pages of its own.")
     codes = tuple(planes[: len(fmt.codec.planes)])
-    correction = planes[len(codes)] if fmt.master_bits else None
-    tables = _Tables(segments, planes)
+    tables = _Tables(segments, chosen, planes)
     if inv_scale is not None:
         inv_scale = inv_scale.float()
     if skip is not None and skip.dtype == torch.bool:
         skip = skip.view(torch.uint8)
-    with _on(segments[0].param.device):
+    with _on(one[0].device):
         page_kernel[(tables.programs,)](
             codes,
-            correction,
+            planes[len(codes)] if fmt.master_bits else None,
             tables.rows,
             tables.hyper,
             tables.blocks,
+            tables.block,
             inv_scale,
             skip,
-            RULE=fmt.rule.device,
-            DECODE=fmt.codec.device_decode,
-            ENCODE=fmt.codec.device_encode,
-            PARAM=getattr(tl, _FLOATS[dtype]),
-            GRAD=getattr(tl, _FLOATS[segments[0].grad.dtype]),
-            MASTER_BITS=fmt.master_bits,
-            DITHER=fmt.codec.dither,
-            GROUP=fmt.codec.group,
-            NUM_HYPER=len(fmt.rule.hyper),
-            TILE=TILE,
-            SMALL=SMALL,
-            TILES=TILES,
-            ROW=ROW,
-            num_warps=NUM_WARPS,
-            **_triton.LAUNCH,
+            **specialize(fmt, one[0].dtype, one[1].dtype),
         )
+
+
+def specialize(fmt: Format, param: torch.dtype, grad: torch.dtype) -> dict[str, Any]:
+    """Everything that the kernel is compiled for besides the types of its pointers: compile-time arguments and launch options."""
+    return {
+        "RULE": fmt.rule.device,
+        "DECODE": fmt.codec.device_decode,
+        "ENCODE": fmt.codec.device_encode,
+        "PARAM": getattr(tl, _FLOATS[param]),
+        "GRAD": getattr(tl, _FLOATS[grad]),
+        "MASTER_BITS": fmt.master_bits,
+        "DITHER": fmt.codec.dither,
+        "GROUP": fmt.codec.group,
+        "NUM_HYPER": len(fmt.rule.hyper),
+        "TILE": TILE,
+        "SMALL": SMALL,
+        "ROW": ROW,
+        "num_warps": NUM_WARPS,
+        **_triton.LAUNCH,
+    }
 
 
 class _Tables:
@@ -225,49 +234,37 @@ class _Tables:
         rows: int64 [segments, ROW].
         hyper: fp32 [segments, NUM_HYPER].
         blocks: int32 [programs, 2].
+        block: elements in a block.
         programs: size of the grid.
     """
 
-    def __init__(self, segments: list[Segment], planes: Sequence[Tensor]) -> None:
-        where = segments[0].param.device
-        count, width = len(segments), len(segments[0].hyper)
-        blocks = _blocks(tuple(segment.param.numel() for segment in segments))
+    def __init__(self, segments: Segments, chosen: np.ndarray, planes: Sequence[Tensor]) -> None:
+        where = segments.params[chosen[0]].device
+        rows, hyper = segments.rows[chosen], segments.hyper[chosen].astype(np.float32, copy=False)
+        blocks, self.block = _blocks(tuple(rows[:, 3].tolist()))
         self.programs = len(blocks)
-        sizes = (count * ROW * 8, count * width * 4, blocks.nbytes)
-        starts = [0, _round_up(sizes[0]), _round_up(sizes[0]) + _round_up(sizes[1])]
-        total = starts[2] + sizes[2]
-        sent = torch.empty(total, dtype=torch.uint8, device=where)
+        ends = np.cumsum([_round_up(array.nbytes) for array in (rows, hyper, blocks)]).tolist()
+        sent = torch.empty(ends[2], dtype=torch.uint8, device=where)
         # pinned, so that the copy neither waits for the device nor holds the host up
-        host = sent if where.type == "cpu" else torch.empty(total, dtype=torch.uint8, pin_memory=True)
+        host = sent if where.type == "cpu" else torch.empty(ends[2], dtype=torch.uint8, pin_memory=True)
 
+        if segments.lr is None:
+            rows[:, 6] = sent.data_ptr() + ends[0] + np.arange(len(chosen)) * hyper.itemsize * hyper.shape[1]
+        else:
+            lr = [segments.lr[i].detach().to(where, torch.float32) for i in chosen]
+            rows[:, 6] = [tensor.data_ptr() for tensor in lr]
+            self._keep = lr  # until the launch, behind which the allocator reuses memory in order
         aligned = all(plane.data_ptr() % 16 == 0 for plane in planes)
-        lr_at = range(sent.data_ptr() + starts[1], sent.data_ptr() + starts[2], width * 4)
-        self._keep: list[Tensor] = []
-        rows: list[int] = []
-        hyper: list[float] = []
-        for segment, at in zip(segments, lr_at, strict=False):
-            param, grad = segment.param.data_ptr(), segment.grad.data_ptr()
-            lr = segment.hyper[0]
-            if isinstance(lr, Tensor):
-                at, lr = self._pointer(lr, where), 0.0
-            whole = aligned and (param | grad) % 16 == 0
-            rows += (param, grad, segment.start, segment.param.numel(), segment.index, segment.step, at, whole)
-            hyper += (lr, *segment.hyper[1:])
-        bytes_ = host.numpy()
-        bytes_[: sizes[0]].view(np.int64)[:] = rows
-        bytes_[starts[1] : starts[1] + sizes[1]].view(np.float32)[:] = hyper
-        bytes_[starts[2] :].view(np.int32)[:] = blocks.reshape(-1)
+        rows[:, 7] = aligned & ((rows[:, 0] | rows[:, 1]) % 16 == 0)
+
+        parts = host.numpy()
+        for array, start, end in zip((rows, hyper, blocks), (0, *ends), ends, strict=False):
+            parts[start:end][: array.nbytes] = array.reshape(-1).view(np.uint8)
         if host is not sent:
             sent.copy_(host, non_blocking=True)
-        self.rows = sent[: sizes[0]].view(torch.int64)
-        self.hyper = sent[starts[1] : starts[1] + sizes[1]].view(torch.float32)
-        self.blocks = sent[starts[2] :].view(torch.int32)
-
-    def _pointer(self, lr: Tensor, where: torch.device) -> int:
-        """Address of a learning rate as fp32 on the page's device."""
-        lr = lr.detach().to(device=where, dtype=torch.float32)
-        self._keep.append(lr)
-        return lr.data_ptr()
+        self.rows = sent[: ends[0]].view(torch.int64)
+        self.hyper = sent[ends[0] : ends[1]].view(torch.float32)
+        self.blocks = sent[ends[1] :].view(torch.int32)
 
 
 def _round_up(nbytes: int) -> int:
@@ -275,12 +272,16 @@ def _round_up(nbytes: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _blocks(numels: tuple[int, ...]) -> np.ndarray:
-    """int32 [programs, 2]: every block of every segment, as (segment, block within it)."""
-    counts = -(-np.asarray(numels, dtype=np.int64) // (TILE * TILES))
+def _blocks(numels: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """(int32 [programs, 2]: every block of every segment, as (segment, block within it); elements in a block)."""
+    sizes = np.asarray(numels, dtype=np.int64)
+    block = TILE
+    while block < TILE * TILES and (-(-sizes // block)).sum() > ENOUGH:
+        block *= 2
+    counts = -(-sizes // block)
     segment = np.repeat(np.arange(len(numels)), counts)
-    block = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([segment, block], 1).astype(np.int32)
+    within = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([segment, within], 1).astype(np.int32), block
 
 
 def _on(where: torch.device) -> AbstractContextManager[Any]:

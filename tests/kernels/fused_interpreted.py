@@ -15,15 +15,16 @@ from torch import Tensor
 
 from flashoptim_hf import _triton
 from flashoptim_hf.codecs import weight_split
-from flashoptim_hf.codecs.base import ALIGN, get_codec
+from flashoptim_hf.codecs.base import ALIGN, get_codec, weyl
+from flashoptim_hf.codecs.log import CODE_DITHER, MCODE_DITHER
 from flashoptim_hf.errors import ConfigurationError
 from flashoptim_hf.kernels import eager, fused
 from flashoptim_hf.kernels.rule import Format, Segment
 from flashoptim_hf.optim.adamw import RULE
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# around one group, one masked tile and one or two whole tiles; 1 and 1000 as users have them
-SIZES = (1, 31, 63, 64, 65, 257, 1000, 2048, 4097)
+# around one group and one tile; one element, many tiles and one more
+SIZES = (1, 31, 63, 64, 65, 511, 512, 577, 1000, 4097)
 GAP = 64
 
 
@@ -118,13 +119,13 @@ def assert_same_log_states(fast: Page, slow: Page) -> None:
     assert (step - step_).abs().max() <= 2.0**-22
     moved = code.int() - code_.int()
     assert moved.abs().max() <= 1
-    assert (moved != 0).float().mean() < 2e-3
+    assert (moved != 0).sum() <= 3 + 2e-3 * len(moved)
     assert ((code == 0) == (code_ == 0)).all()
     groups = (moved.view(-1, 64) == 0).all(1) & (umax == umax_) & (hi == hi_) & (step == step_)
     assert groups.float().mean() > 0.9
     drift = (mcode.int() - mcode_.int()).view(-1, 64)[groups]
     assert drift.abs().max() <= 1
-    assert (drift != 0).float().mean() < 5e-3
+    assert (drift != 0).sum() <= 3 + 5e-3 * drift.numel()
     # Elsewhere each is within its bound of the same moments: r̂ umax / 127, and a step of the lattice
     numel = len(mcode)
     m, v = fast.fmt.codec.decode(fast.planes[:5], numel)
@@ -173,9 +174,11 @@ def test_log_equals_eager(dtype: torch.dtype, bits: int, grad: torch.dtype, dith
     assert_untouched(start, fast)
 
 
-def test_a_segment_longer_than_a_block_equals_eager() -> None:
-    length = fused.TILE * fused.TILES
-    start = page((length - 1, length + fused.TILE + 1), warm=1)
+def test_blocks_of_several_tiles_equal_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = page((3 * fused.TILE - 1, 4 * fused.TILE, 4 * fused.TILE + 1), warm=1)
+    monkeypatch.setattr(fused, "ENOUGH", 6)
+    fused._blocks.cache_clear()
+    assert fused._blocks(tuple(len(p) for p in start.params))[1] == 4 * fused.TILE
     fast, slow = both(start)
     assert_same_weights(fast, slow, start)
     assert_same_log_states(fast, slow)
@@ -266,10 +269,10 @@ def test_each_segment_has_its_own_numbers() -> None:
     assert_same_log_states(fast, slow)
 
 
-@pytest.mark.parametrize("cut", [64, 2048, 4096 + 64])
+@pytest.mark.parametrize("cut", [64, 1024, 1024 + 64])
 def test_a_parameter_split_over_pages_is_the_whole_bit_for_bit(cut: int) -> None:
     """The dither and the arithmetic depend on where an element is in its parameter, not in the page or tile."""
-    whole = page((8192 + 17,), warm=1)
+    whole = page((2048 + 17,), warm=1)
     start = whole.clone()
     (s,) = start.segments
     head = replace(s, param=s.param[:cut], grad=s.grad[:cut])
@@ -283,7 +286,7 @@ def test_a_parameter_split_over_pages_is_the_whole_bit_for_bit(cut: int) -> None
 
 def test_dither_follows_index_and_step_beyond_32_bits() -> None:
     for index, step in ((2**32 + 64, 5), (3 * 2**33, 2**31 - 1)):
-        start = page((300,), seed=index % 97)
+        start = page((2048,), seed=index % 97)
         start.segments[0].index, start.segments[0].step = index, step
         fast, slow = both(start)
         assert_same_log_states(fast, slow)
@@ -293,9 +296,37 @@ def test_dither_follows_index_and_step_beyond_32_bits() -> None:
         assert not torch.equal(other.planes[0], fast.planes[0])
 
 
+@pytest.mark.parametrize("multipliers", [CODE_DITHER, MCODE_DITHER], ids=["code", "mcode"])
+@pytest.mark.parametrize("fraction", [0, 1, 2**32 - 512, 2**32 - 1])
+def test_no_dither_carries_a_code_beyond_its_end(multipliers: tuple[int, int], fraction: int) -> None:
+    """Codes 255, 1, 0 and 127 with the smallest and largest dither that there are, in each place of a group."""
+    step = 3
+    element, time = multipliers
+    for at in range(0, 64, 9):
+        start = page((64,), dtype=FP32, bits=0, warm=0)
+        s = start.segments[0]
+        # the element whose dither is `fraction`, and the group in which it is number `at`
+        i = (fraction - step * time) * pow(element, -1, 2**32) % 2**32
+        s.index, s.step = i - at, step
+        assert weyl(64, i - at, step, multipliers, torch.device("cpu"))[at] == (fraction >> 8) * 2.0**-24
+        for gradient in (1.0, -1.0, 1e-4, 0.0):  # largest, largest, smallest, none
+            s.grad = torch.logspace(-3, -1, 64)
+            s.grad[at] = gradient
+            fast, slow = both(start)
+            place = s.start + at
+            code, expected = fast.planes[1][place].item(), slow.planes[1][place].item()
+            # the smallest element lies on code 1 or a trifle above, which the smallest dither takes up
+            allowed = {1.0: (255,), -1.0: (255,), 1e-4: (1, 2), 0.0: (0,)}[gradient]
+            assert expected in allowed
+            assert code in allowed
+            if code == expected:  # else m is relative to another r
+                assert (fast.planes[0][place].int() - slow.planes[0][place].int()).abs() <= (gradient != 0)
+            assert (fast.planes[0][place] != 0) == (gradient != 0)
+
+
 def test_unaligned_segments_are_updated_all_the_same() -> None:
     """Gradients are often views into buckets: one element off a 16-byte boundary, the masked loop does the work of the whole one."""
-    start = page((2048 + 65, 4096), dtype=FP32, bits=0)
+    start = page((512 + 65, 1024), dtype=FP32, bits=0)
     shifted = start.clone()
     for segment in shifted.segments:
         backing = torch.empty(segment.grad.numel() + 1)
@@ -356,8 +387,12 @@ def test_zeros_stay_zero_and_gradients_may_be_any_size() -> None:
         assert (plane[s.start : s.start + 4096][::3] == 0).all()
 
 
-def test_the_tables_name_every_element_once() -> None:
-    block = fused.TILE * fused.TILES
-    sizes = (1, block, block + 1, 3 * block)
-    table = fused._blocks(sizes)
+def test_the_tables_name_every_block_once() -> None:
+    tile = fused.TILE
+    table, block = fused._blocks((1, tile, tile + 1, 3 * tile))
+    assert block == tile
     assert [tuple(row) for row in table] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+    table, block = fused._blocks((1, tile * fused.TILES * fused.ENOUGH + 1))
+    assert block == tile * fused.TILES
+    assert len(table) == fused.ENOUGH + 2
+    assert tuple(table[-1]) == (1, fused.ENOUGH)

@@ -1,0 +1,128 @@
+"""The PTX forms of `codecs/device.py`, run by a small model of the instructions they use, and the plain forms in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from flashoptim_hf.codecs import device
+
+CASES = Path(__file__).with_name("device_interpreted.py")
+
+
+def test_the_plain_forms() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """PTX `prmt.b32` in its default mode: four bytes of eight, each as it is or as eight copies of its sign."""
+    pool = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+    result = 0
+    for i in range(4):
+        digit = selector >> (4 * i) & 0xF
+        byte = pool[digit & 7]
+        if digit & 8:
+            byte = 0xFF if byte & 0x80 else 0
+        result |= byte << (8 * i)
+    return result
+
+
+def to_float(bits: int) -> np.float32:
+    return np.uint32(bits).view(np.float32)
+
+
+def fma(a: int, b: int, c: int) -> int:
+    """PTX `fma.rn.f32` on bits, subnormal numbers included. fp64 holds every product and sum that is tried here."""
+    with np.errstate(over="ignore"):
+        exact = np.float64(to_float(a)) * np.float64(to_float(b)) + np.float64(to_float(c))
+        return int(np.float32(exact).view(np.uint32))
+
+
+OPERATIONS = {
+    "prmt.b32": prmt,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "not.b32": lambda a: ~a & 0xFFFFFFFF,
+    "add.u32": lambda a, b: (a + b) & 0xFFFFFFFF,
+    "fma.rn.f32": fma,
+}
+
+
+def run(program: str, word: int) -> list[int]:
+    """The outputs $0 to $3 of a program whose input $4 is `word`. A register that is read before it is written is an error."""
+    registers = {"$4": word}
+
+    def value(operand: str) -> int:
+        if operand.startswith("0f"):
+            return int(operand[2:], 16)
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    for line in program.strip("{} ").split(";"):
+        name, _, operands = line.strip().partition(" ")
+        if name in ("", ".reg"):
+            continue
+        target, *sources = re.split(r",\s*", operands)
+        assert target != "$4"
+        registers[target] = OPERATIONS[name](*map(value, sources))
+    return [registers[f"${i}"] for i in range(4)]
+
+
+def words() -> list[int]:
+    """Every byte in every place, beside neighbours that are 0, 1, 128 and 255 and hence carry, or do not."""
+    return [
+        (byte << (8 * place)) | (other * 0x01010101 & ~(0xFF << (8 * place))) & 0xFFFFFFFF
+        for byte in range(256)
+        for place in range(4)
+        for other in (0, 1, 128, 255)
+    ]
+
+
+def test_bytes_become_floats() -> None:
+    for word in words():
+        values = [to_float(bits) for bits in run(device._BYTES.value, word)]
+        assert values == [np.float32(2**23 + byte) for byte in word.to_bytes(4, "little")]
+
+
+def test_signed_bytes_become_floats() -> None:
+    for word in words():
+        values = [to_float(bits) for bits in run(device._SIGNED_BYTES.value, word)]
+        assert values == [np.float32(257 * 128 + x) for x in struct.unpack("4b", word.to_bytes(4, "little"))]
+
+
+def test_a_signed_byte_times_15_bits_is_exact() -> None:
+    """The multiply-add that follows: every byte, with scales of 15 bits that are as odd as can be."""
+    for scale in (1.0, 129 * 2.0**-22, 0x7FFF * 2.0**-30, 0x5555 * 2.0**3):
+        shift = np.float32(scale) * np.float32(-32896.0)
+        assert float(shift) == scale * -32896.0
+        for x in range(-128, 128):
+            assert np.float32((32896.0 + x) * scale + float(shift)) == x * scale
+
+
+def test_lattice() -> None:
+    for word in words():
+        values = [to_float(bits) for bits in run(device._LATTICE.value, word)]
+        assert values == [np.float32((code - 255) / 64 if code else -np.inf) for code in word.to_bytes(4, "little")]
+
+
+def test_the_model_tells_wrong_programs() -> None:
+    """A selector or constant that is off by one does not go unnoticed."""
+    wrong = device._LATTICE.value.replace("0xC0CC", "0xC1CC")
+    assert wrong != device._LATTICE.value
+    assert any(run(wrong, word) != run(device._LATTICE.value, word) for word in words())
+    assert prmt(0x44332211, 0x88776655, 0x7531) == 0x88664422
+    assert prmt(0x000000FF, 0x80, 0xC8C4) == 0xFFFFFF80
