@@ -200,11 +200,11 @@ def compile_variant(variant: Variant, arch: int, *, scaled: bool = False, skippi
     """
     constants = fused.specialize(variant.format, variant.param, variant.param)
     signature: dict[str, Any] = {
-        "planes": tuple(f"*{TYPES[plane.dtype]}" for plane in variant.format.codec.planes),
-        "correction_ptr": f"*{TYPES[CORRECTION_DTYPE[variant.master_bits]]}" if variant.master_bits else None,
-        "segments_ptr": "*i64",
-        "hyper_ptr": "*fp32",
-        "blocks_ptr": "*i32",
+        "planes": tuple(f"*{TYPES[plane.dtype]}:16" for plane in variant.format.codec.planes),
+        "correction_ptr": f"*{TYPES[CORRECTION_DTYPE[variant.master_bits]]}:16" if variant.master_bits else None,
+        "segments_ptr": "*i64:16",
+        "hyper_ptr": "*fp32:16",
+        "blocks_ptr": "*i32:16",
         "block": "i32",
         "inv_scale_ptr": "*fp32" if scaled else None,
         "skip_ptr": "*fp32" if skipping else None,
@@ -226,13 +226,13 @@ def compile_peer(variant: Variant, arch: int) -> sass.Binary:
     while not hasattr(kernel, "arg_names"):  # under a heuristic or an autotuner
         kernel = kernel.fn
     tl = _triton.tl
-    weights = f"*{TYPES[variant.param]}"
-    signature = dict.fromkeys(("mom_scales_f16_ptr", "var_scales_f16_ptr"), "*fp16") | {
-        "mom_ptr": "*i8",
-        "var_ptr": "*u8",
+    weights = f"*{TYPES[variant.param]}:16"
+    signature = dict.fromkeys(("mom_scales_f16_ptr", "var_scales_f16_ptr"), "*fp16:16") | {
+        "mom_ptr": "*i8:16",
+        "var_ptr": "*u8:16",
         "param_ptr": weights,
         "grad_ptr": weights,
-        "ecc_ptr": "*i8" if variant.master_bits else None,
+        "ecc_ptr": "*i8:16" if variant.master_bits else None,
         "N": "i32:16",
         "step": "i32",
         **dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), "fp32"),

@@ -112,7 +112,7 @@ def compile_for(function: Any, signature: dict[str, Any], constants: dict[str, A
     Args:
         function: the decorated function.
         signature: types of its other arguments by name, as Triton writes them ("*fp32", "i32"), a tuple for a tuple, None for an argument
-            that is None. Pointers are taken to be aligned to 16 bytes; ":16" behind another type says that the number is a multiple of 16.
+            that is None. ":16" behind a type says that the number or address is a multiple of 16.
         constants: values of its compile-time arguments by name, and launch options (num_warps, ...).
         arch: 80, 90, 100, ...
 
@@ -133,8 +133,9 @@ def compile_for(function: Any, signature: dict[str, Any], constants: dict[str, A
             values[(i,)] = constants.get(name)
             continue
         paths = [((i, j), part) for j, part in enumerate(kind)] if isinstance(kind, tuple) else [((i,), kind)]
-        attributes |= {path: [["tt.divisibility", 16]] for path, part in paths if part.startswith("*") or part.endswith(":16")}
-        types[name] = kind if isinstance(kind, tuple) else kind.removesuffix(":16")
+        attributes |= {path: [["tt.divisibility", 16]] for path, part in paths if part.endswith(":16")}
+        plain = [part.removesuffix(":16") for _, part in paths]
+        types[name] = tuple(plain) if isinstance(kind, tuple) else plain[0]
     triton = _triton.triton
     source = triton.compiler.ASTSource(function, types, values, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", arch, 32)

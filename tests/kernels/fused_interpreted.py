@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from flashoptim_hf import _triton
+from flashoptim_hf._triton import jit, tl
 from flashoptim_hf.codecs import weight_split
 from flashoptim_hf.codecs.base import ALIGN, get_codec, weyl
 from flashoptim_hf.codecs.log import CODE_DITHER, MCODE_DITHER
 from flashoptim_hf.errors import ConfigurationError
 from flashoptim_hf.kernels import eager, fused
-from flashoptim_hf.kernels.rule import Format, Segment
+from flashoptim_hf.kernels.rule import Format, Segment, Segments
 from flashoptim_hf.optim.adamw import RULE
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -385,6 +386,33 @@ def test_zeros_stay_zero_and_gradients_may_be_any_size() -> None:
     for plane in fast.planes[:2]:
         s = start.segments[1]
         assert (plane[s.start : s.start + 4096][::3] == 0).all()
+
+
+@jit
+def _plain_sgd(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
+    return states, weight - hyper[0] * grad.to(tl.float32)
+
+
+def test_a_rule_without_states_updates_weights_alone() -> None:
+    start = page((65, 1024), codec="none")
+    rule = replace(RULE, states=(), device=_plain_sgd, eager=lambda states, weight, grad, hyper: (states, weight - hyper[0] * grad))
+    start.fmt, start.planes = Format(rule, get_codec("none", ()), 24), start.planes[-1:]
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert not torch.equal(fast.params[1], start.params[1])
+
+
+def test_columns_are_the_same_as_a_list() -> None:
+    start = page((65, 1024, 31))
+    start.segments[1].grad = start.segments[1].grad.float()
+    for lr in (1e-3, torch.tensor(1e-3)):
+        for segment in start.segments:
+            segment.hyper = (lr, *segment.hyper[1:])
+        listed, columns = start.clone(), start.clone()
+        fused.update_page(listed.planes, listed.segments, listed.fmt)
+        fused.update_page(columns.planes, Segments.of(columns.segments), columns.fmt)
+        for a, b in zip(listed.planes + listed.params, columns.planes + columns.params, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_the_tables_name_every_block_once() -> None:
