@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .peers import installed
@@ -82,6 +83,17 @@ def available(subjects: Sequence[str]) -> tuple[list[str], list[str]]:
     packages = {subject: subject.partition("_")[0] for subject in subjects}
     missing = list(dict.fromkeys(package for package in packages.values() if not installed(package)))
     return [subject for subject in subjects if packages[subject] not in missing], missing
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state: codes, scales, moments and corrections, ours and the peers'; step counts left out."""
+    return sum(_nbytes(value) for values in optimizer.state.values() for value in values.values())
+
+
+def _nbytes(value: object) -> int:
+    parts = [getattr(value, name, None) for name in ("codes", "scale", "quantized", "scales")]
+    tensors = [part for part in parts if isinstance(part, Tensor)] or ([value] if isinstance(value, Tensor) else [])
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor.dim())
 
 
 def stance(subject: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
