@@ -120,15 +120,29 @@ def known_codecs() -> tuple[str, ...]:
 
 
 def get_codec(name: str, states: Sequence[State], dither: bool = True) -> Codec:
-    """The codec `name` for the given states.
+    """The codec `name` for the given states; no states take the codec "none", without planes.
 
     Raises:
         ConfigurationError: no such codec; the message lists those that exist.
     """
     if name not in known_codecs():
         raise ConfigurationError(f"codec={name!r} is not known; choose one of {', '.join(known_codecs())}.")
+    if not states:
+        name = "none"  # a rule without states has nothing to store, whatever the codec
     codec: Codec = importlib.import_module(f"{__package__}.{name}").CODEC(states, dither)
     return codec
+
+
+def codecs_for(states: Sequence[State]) -> tuple[str, ...]:
+    """Names of the codecs that can hold the given states."""
+    names = []
+    for name in known_codecs():
+        try:
+            get_codec(name, states)
+        except ConfigurationError:
+            continue
+        names.append(name)
+    return tuple(names)
 
 
 def grouped(flat: Tensor, group: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ class UpdateRule:
         eager: (states, weight, grad, hyper) -> (new states, new weight). All fp32 of shape (n,); `hyper` a tuple of floats or of fp32
             0-dim tensors. Must not change its inputs.
         device: the same for Triton: `device(states, weight, grad, hyper)` with tuples of fp32 tiles and scalars.
+        needs_states: group options -> whether groups with these options keep states at all. Where not, both functions get and return an
+            empty tuple of states. None (default): always.
     """
 
     name: str
@@ -33,6 +35,15 @@ class UpdateRule:
     scalars: Callable[[dict[str, Any], int], tuple[float, ...]]
     eager: Callable[[Sequence[Tensor], Tensor, Tensor, Sequence[Any]], tuple[tuple[Tensor, ...], Tensor]]
     device: Any
+    needs_states: Callable[[dict[str, Any]], bool] | None = None
+
+    def keeps_states(self, group: dict[str, Any]) -> bool:
+        """Whether a group with these options keeps states."""
+        return self.needs_states is None or self.needs_states(group)
+
+    def serving(self, group: dict[str, Any]) -> UpdateRule:
+        """This rule with the states that a group with these options keeps: all, or none."""
+        return self if self.keeps_states(group) else replace(self, states=())
 
 
 @dataclass

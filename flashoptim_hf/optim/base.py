@@ -31,7 +31,8 @@ class FlashOptimizer(Optimizer):
     Options, all keyword-only and all in `defaults`, so that `type(opt)(params, **opt.defaults)` gives the same configuration:
 
     Args:
-        codec: how states are stored: "log" (default), "softsign", "none", ... One name per file in `codecs/`.
+        codec: how states are stored: "log" (AdamW's default), "square" (Lion's and SGD's), "softsign", "none", ... One name per file in
+            `codecs/`.
         master_bits: 24 (default) or 32: bf16 and fp16 weights carry an 8- or 16-bit correction, and the two together are a 24- or 32-bit
             master weight. None: no correction. Has no effect on fp32 weights.
         paged: keep state in host memory and bring it to the device page by page. Default False: state lives on the parameter's device.
@@ -84,6 +85,7 @@ class FlashOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             options.check_group(group, self.defaults)
+            options.check_codec(group["codec"], self.rule.states, type(self).__name__)
             self.check_group(group)
             names = group.get("param_names", [f"#{i} of group {len(self.param_groups) - 1}" for i in range(len(group["params"]))])
             for name, param in zip(names, group["params"], strict=True):
@@ -174,7 +176,7 @@ class FlashOptimizer(Optimizer):
             raise KeyError("this parameter has no state: it has not been stepped, or it does not belong to this optimizer.")
         self.synchronize()
         values = record.pool.fmt.codec.decode(codec_views(record), record.block.numel)
-        decoded = {state.name: value.view(record.shape) for state, value in zip(self.rule.states, values, strict=True)}
+        decoded = {state.name: value.view(record.shape) for state, value in zip(record.pool.fmt.rule.states, values, strict=True)}
         weight = local(param).detach()
         if CORRECTION in record.views:
             correction = record.views[CORRECTION]

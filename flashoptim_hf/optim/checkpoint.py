@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..codecs.base import Codec, get_codec
+from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE
 from ..errors import CheckpointError, ConfigurationError
 from .layout import CORRECTION, STEP, Record, codec_views, local
@@ -107,7 +107,7 @@ class _Incoming:
         self.param = param
         shape = local(param).shape
         try:
-            self.codec: Codec = get_codec(group.get("codec", "?"), optimizer.rule.states, group.get("dither", True))
+            self.codec: Codec = get_codec(group.get("codec", "?"), _states(optimizer, group), group.get("dither", True))
         except ConfigurationError as error:
             raise CheckpointError(
                 f"this state was not written by {type(optimizer).__name__}: {name} has the entries {sorted(values)} and its group names "
@@ -152,6 +152,11 @@ class _Incoming:
             _copy_correction(record.views[CORRECTION], self.values[CORRECTION])
         record.set_step(step)
         return not same
+
+
+def _states(optimizer: FlashOptimizer, group: Mapping[str, Any]) -> tuple[State, ...]:
+    """The states that a saved group keeps; options that it lacks, as another optimizer's groups may, are this optimizer's own."""
+    return optimizer.rule.serving({**optimizer.defaults, **group}).states
 
 
 def _copy_correction(view: Tensor, saved: Tensor) -> None:

@@ -7,7 +7,7 @@ when they first have a gradient, not at construction: FSDP2 and `model.to(...)` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ class PoolKey(NamedTuple):
     codec: str
     master_bits: int
     dither: bool
+    stateful: bool
 
 
 @dataclass
@@ -82,11 +83,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if shard is None else shard
 
 
-def pool_key(param: Tensor, group: dict[str, Any]) -> PoolKey:
+def pool_key(param: Tensor, group: dict[str, Any], rule: UpdateRule) -> PoolKey:
     """The pool a parameter belongs to now. fp32 weights carry no correction, whatever `master_bits` says."""
     param = local(param)
     bits = group["master_bits"] if param.dtype != torch.float32 else None
-    return PoolKey(param.device, param.dtype, group["codec"], bits or 0, group["dither"])
+    return PoolKey(param.device, param.dtype, group["codec"], bits or 0, group["dither"], rule.keeps_states(group))
 
 
 class Layout:
@@ -108,14 +109,15 @@ class Layout:
     def pool(self, key: PoolKey) -> Pool:
         """The pool of a key, made once."""
         if key not in self.pools:
-            codec = get_codec(key.codec, self.rule.states, key.dither)
+            rule = self.rule if key.stateful else replace(self.rule, states=())
+            codec = get_codec(key.codec, rule.states, key.dither)
             planes = codec.planes
             if key.master_bits:
                 planes = (*planes, Plane(CORRECTION, CORRECTION_DTYPE[key.master_bits]))
             store = StateStore(
                 planes, backend=self.engine(key.device).backend, paged=self.options["paged"], page_bytes=self.options["page_bytes"]
             )
-            self.pools[key] = Pool(key, Format(self.rule, codec, key.master_bits), store)
+            self.pools[key] = Pool(key, Format(rule, codec, key.master_bits), store)
         return self.pools[key]
 
     def ensure(self, params: Iterable[tuple[Tensor, dict[str, Any]]]) -> list[Tensor]:
@@ -125,7 +127,7 @@ class Layout:
         """
         wanted: dict[PoolKey, list[Tensor]] = {}
         for param, group in params:
-            key = pool_key(param, group)
+            key = pool_key(param, group, self.rule)
             record = self.records.get(param)
             if record is None or record.pool.key != key:
                 wanted.setdefault(key, []).append(param)
@@ -147,13 +149,13 @@ class Layout:
             view = block.view(i)
             record.views[plane.name] = view.view(record.shape) if plane.group == 1 else view
         if old is not None:
-            if old.pool.key.codec == pool.key.codec:
-                for name in (record.views.keys() & old.views.keys()) - {STEP}:
-                    if record.views[name].dtype == old.views[name].dtype:
-                        record.views[name].copy_(old.views[name])
-            else:
-                decoded = old.pool.fmt.codec.decode(codec_views(old), old.block.numel)
-                pool.fmt.codec.encode([v.to(pool.key.device) for v in decoded], codec_views(record), step=old.step)
+            before, after = old.pool.fmt.codec, pool.fmt.codec
+            for name in (record.views.keys() & old.views.keys()) - {STEP}:
+                if (before.name == after.name or name == CORRECTION) and record.views[name].dtype == old.views[name].dtype:
+                    record.views[name].copy_(old.views[name])
+            if before.name != after.name and before.states and after.states:
+                decoded = before.decode(codec_views(old), old.block.numel)
+                after.encode([v.to(pool.key.device) for v in decoded], codec_views(record), step=old.step)
             record.set_step(old.step)
             old.pool.store.free(old.block)
         self.records[param] = record

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codecs.base import known_codecs
+from ..codecs.base import State, codecs_for, known_codecs
 from ..errors import ConfigurationError
 from ..paging.plan import parse_bytes
 
@@ -81,8 +82,22 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
         if group.get(name, defaults[name]) != defaults[name]:
             raise ConfigurationError(
                 f"{name}={group[name]!r} in a parameter group: this option holds for the whole optimizer ({name}={defaults[name]!r}). "
-                "Only lr, betas, eps, weight_decay, codec, master_bits and dither can differ between groups."
+                "Only lr, weight_decay, the algorithm's own options, codec, master_bits and dither can differ between groups."
             )
+
+
+def check_codec(codec: str, states: Sequence[State], owner: str) -> None:
+    """Check that a known codec can hold an algorithm's states.
+
+    Raises:
+        ConfigurationError: names the codec, the states, and the codecs that can hold them.
+    """
+    able = codecs_for(states)
+    if codec not in able:
+        names = ", ".join(state.name for state in states)
+        raise ConfigurationError(
+            f"codec={codec!r} cannot store the states of {owner} ({names}); choose one of {', '.join(map(repr, able))}."
+        )
 
 
 def check_param(param: Tensor, name: str) -> None:

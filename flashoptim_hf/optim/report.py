@@ -59,7 +59,7 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
             if name != STEP:
                 planes[name] = planes.get(name, 0) + view.numel() * view.itemsize
         num_params += record.block.numel
-        if record.pool.key.codec != "none":
+        if record.pool.fmt.codec.name != "none":
             quantized += record.block.numel
 
     host = device = 0

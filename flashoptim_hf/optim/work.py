@@ -143,7 +143,8 @@ class StepPlan:
 
     def __init__(self, gradients: Gradients, param_groups: Sequence[dict[str, Any]], layout: Layout, state: dict[Any, Any]) -> None:
         self._listed, self._groups = list(gradients.params), list(gradients.groups)
-        self._options = _storage_options(param_groups)
+        self._rule = layout.rule
+        self._options = self._storage_options(param_groups)
         self._state, self._entries = state, len(state)
         numbers: dict[Tensor, int] = {}
         self._positions = [i for i, param in enumerate(self._listed) if numbers.setdefault(param, len(numbers)) == len(numbers) - 1]
@@ -172,7 +173,7 @@ class StepPlan:
             and gradients.groups == self._groups
             and state is self._state
             and len(state) == self._entries
-            and _storage_options(param_groups) == self._options
+            and self._storage_options(param_groups) == self._options
             and self._flat.holds([local(param) for param in self.params] if self._sharded else self.params)
         )
 
@@ -220,6 +221,6 @@ class StepPlan:
         for counter, places, _ in self._counters:
             counter[places] += by
 
-
-def _storage_options(param_groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(group["codec"], group["master_bits"], group["dither"]) for group in param_groups]
+    def _storage_options(self, param_groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        """What each group's options say about storage."""
+        return [(group["codec"], group["master_bits"], group["dither"], self._rule.keeps_states(group)) for group in param_groups]

@@ -165,7 +165,7 @@ def page_elements(page_bytes: int, planes: Sequence[Layout], align: int) -> int:
             f"page_bytes={page_bytes} is too small: {align} elements, the least a page can hold, take {group_bytes} bytes over "
             f"{len(planes)} planes. Pass at least {group_bytes}; tens of MiB ('32MiB') are usual."
         )
-    return page_bytes // group_bytes * align
+    return page_bytes // max(group_bytes, 1) * align  # 0 bytes: nothing is stored
 
 
 def round_page(elements: int, planes: Sequence[Layout], boundary: int, align: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashoptim_hf.codecs.base import ALIGN, Codec, Plane, State, get_codec, grouped, known_codecs, store, weyl
+from flashoptim_hf.codecs.base import ALIGN, Codec, Plane, State, codecs_for, get_codec, grouped, known_codecs, store, weyl
 from flashoptim_hf.errors import ConfigurationError
 
 MOMENTS = (State("exp_avg", signed=True), State("exp_avg_sq", signed=False))
@@ -30,8 +30,8 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 
 
 def test_names_are_file_names() -> None:
-    assert {"log", "none", "softsign"} <= set(known_codecs())
-    assert all(get_codec(name, MOMENTS).name == name for name in known_codecs())
+    assert {"log", "none", "softsign", "square"} <= set(known_codecs())
+    assert all(get_codec(name, MOMENTS).name == name for name in codecs_for(MOMENTS))
     assert "base" not in known_codecs()
     assert "weight_split" not in known_codecs()
 
@@ -39,6 +39,22 @@ def test_names_are_file_names() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"codec='lgo' is not known; choose one of .*log, none, softsign"):
         get_codec("lgo", MOMENTS)
+
+
+def test_which_codecs_hold_which_states() -> None:
+    assert set(codecs_for(MOMENTS)) >= {"log", "none", "softsign"}
+    assert set(codecs_for(MOMENTS[:1])) >= {"none", "softsign", "square"}
+    assert "square" not in codecs_for(MOMENTS)
+    assert "log" not in codecs_for(MOMENTS[:1])
+
+
+@pytest.mark.parametrize("name", ["log", "none", "softsign", "square"])
+def test_no_states_take_no_planes(name: str) -> None:
+    codec = get_codec(name, ())
+    assert codec.planes == ()
+    assert codec.decode((), 100) == ()
+    codec.encode((), ())
+    assert codec.nbytes(100) == 0
 
 
 def test_groups_fit_the_alignment(codec: Codec) -> None:
