@@ -13,7 +13,7 @@ from flashoptim_hf.bench.host_overhead import LINEARS, flashoptim, lora_paramete
 from flashoptim_hf.kernels import fused, select
 from flashoptim_hf.optim import finite, layout
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 
 def test_shapes_are_those_of_the_model():
@@ -86,6 +86,32 @@ def test_flashoptim_reaches_its_launch_for_every_tensor():
     assert {int(state["step"]) for state in states} == {2}
     assert {state["exp_avg"].quantized.dtype for state in states} == {torch.int8}
     assert {state["error_bits"].dtype for state in states} == {torch.int8}
+
+
+def test_triton_is_run_up_to_the_driver():
+    """Its launch looks at the arguments: what it cannot take is an error, which a stub would not raise."""
+    subject = ours(1, with_triton=True)
+    driver = triton.runtime.driver._active
+    with subject.around():
+        subject.counted()
+        subject.counted()
+    assert subject.launches.count == 2
+    assert triton.runtime.driver._active is driver
+    compiled = fused.page_kernel.device_caches[host_overhead.PretendDriver.DEVICE][0]
+    assert all(kernel.metadata.target.arch == 90 and "cubin" in kernel.asm for kernel in compiled.values())
+    assert compiled
+    again = ours(1, with_triton=True)  # compiled kernels are shared, and every subject counts its own launches
+    with again.around():
+        again.counted()
+    assert (subject.launches.count, again.launches.count) == (2, 1)
+
+
+def test_triton_is_run_up_to_the_driver_by_the_peer_too():
+    pytest.importorskip("flashoptim")
+    subject = flashoptim(1, with_triton=True)
+    with subject.around():
+        subject.counted()
+    assert subject.launches.count == 2 * len(LINEARS)
 
 
 def test_without_the_peer_it_is_named(monkeypatch):
