@@ -8,11 +8,11 @@ splitting, arXiv 2602.23349; paged states, arXiv 2305.14314, section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from .._triton import jit
+from .._triton import jit, tl
 from ..codecs.base import State
 from ..errors import ConfigurationError
 from ..kernels.rule import UpdateRule
@@ -48,6 +48,7 @@ def sgd_eager(states: Sequence[Tensor], weight: Tensor, grad: Tensor, hyper: Seq
 @jit
 def sgd_device(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
     """`sgd_eager` for one tile."""
+    tl.static_assert(len(states) <= 1)
     lr, decoupled, coupled, momentum, rest, grad_share, buffer_share = hyper
     grad = grad + coupled * weight
     if len(states) == 0:
@@ -107,7 +108,7 @@ class FlashSGD(FlashOptimizer):
         *,
         decoupled_weight_decay: bool = False,
         codec: str = "square",
-        master_bits: int | None = 24,
+        master_bits: Literal[24, 32, "auto"] | None = 24,
         paged: bool = False,
         page_bytes: int | str = "32MiB",
         device_budget_bytes: int | str = 0,

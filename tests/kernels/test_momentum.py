@@ -1,0 +1,60 @@
+"""The fused kernel for rules with one momentum or none: in Triton's interpreter, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+CASES = Path(__file__).with_name("momentum_interpreted.py")
+
+
+def test_the_fused_kernel_equals_the_eager_path() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# (instructions, of them on the special-function pipe) per parameter, for a program with one full tile on sm_90; AdamW takes 79 and 64
+LIMITS = {(torch.bfloat16, 24): (65, 2), (torch.float32, 0): (48, 2)}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets, so it compiles nothing")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize(("param", "bits"), LIMITS)
+def test_compiled_it_is_shorter_than_adamw(name: str, param: torch.dtype, bits: int, arch: int) -> None:
+    from flashoptim_hf.bench import kernels, sass
+    from flashoptim_hf.kernels import fused
+
+    elements = fused.TILE // (32 * fused.NUM_WARPS)
+    variant = kernels.Variant(kernels.rules()[name], "square", param, bits)
+    binary = kernels.compile_variant(variant, arch)
+    assert binary.stack_bytes == 0
+    assert binary.registers <= 168  # 12 warps on a processor
+    loaded, stored = (elements * nbytes for nbytes in variant.element_bytes)
+    assert min(binary.narrowest("LDG", loaded), binary.narrowest("STG", stored)) >= 64
+    instructions, special = LIMITS[param, bits]
+    assert len(binary.path) / elements <= instructions
+    assert sass.special(binary.path) / elements <= special
+    assert not any(instruction.opcode == "RET" for instruction in binary.path)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets, so it compiles nothing")
+def test_without_states_it_compiles_too() -> None:
+    from flashoptim_hf.bench import kernels
+    from flashoptim_hf.optim.sgd import RULE
+
+    variant = kernels.Variant(RULE.serving({"momentum": 0.0}), "square", torch.bfloat16, 24)
+    binary = kernels.compile_variant(variant, 90)
+    assert binary.stack_bytes == 0
+    assert len(binary.path) / 16 < 60
