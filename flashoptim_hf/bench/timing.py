@@ -21,6 +21,7 @@ class Turn:
         repeats: in how many rounds it takes part.
         inner: how often `step` runs in one round; the sample is the mean. Default 1.
         around: entered before the clock starts and left after it stops.
+        warm_up: whether it runs once untimed first, since the first step makes state. Default True.
         most_seconds: the subject drops out of later rounds once its samples have taken this long together. Default: never.
         samples: round to seconds per call, filled by `round_robin`.
     """
@@ -29,6 +30,7 @@ class Turn:
     repeats: int
     inner: int = 1
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    warm_up: bool = True
     most_seconds: float = math.inf
     samples: dict[int, float] = field(default_factory=dict)
 
@@ -38,13 +40,14 @@ class Turn:
 
 
 def round_robin(turns: Sequence[Turn]) -> None:
-    """Run every subject once untimed, since the first step makes state, and then in rounds.
+    """Run every subject once untimed, if it wants that, and then in rounds.
 
     A subject with fewer repeats takes part in evenly spread rounds.
     """
     for turn in turns:
-        with turn.around():
-            turn.step()
+        if turn.warm_up:
+            with turn.around():
+                turn.step()
     rounds = max(turn.repeats for turn in turns)
     for number in range(rounds):
         for turn in turns:

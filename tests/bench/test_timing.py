@@ -44,6 +44,12 @@ def test_subjects_take_turns_and_slow_ones_are_spread(clock):
     assert slow.samples == {1: 10, 3: 10}
 
 
+def test_a_subject_may_begin_cold(clock):
+    log = []
+    round_robin([subject(clock, log, "w", 1, 1), subject(clock, log, "c", 1, 1, warm_up=False)])
+    assert "".join(log) == "wwc"
+
+
 def test_inner_steps_are_averaged_and_preparation_is_not_timed(clock):
     @contextmanager
     def around():
