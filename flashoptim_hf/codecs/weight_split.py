@@ -27,6 +27,15 @@ CORRECTION_DTYPE = {24: torch.int8, 32: torch.int16}
 """dtype of the correction for each `master_bits`."""
 
 
+def copy_correction(target: Tensor, source: Tensor) -> None:
+    """Copy corrections into `target`, in place; to another width they are scaled, which from 8 to 16 bits is exact within 2^-16 ulp."""
+    if target.dtype == source.dtype:
+        target.copy_(source)
+    else:
+        ratio = torch.iinfo(target.dtype).max / torch.iinfo(source.dtype).max
+        target.copy_(torch.round(source.double() * ratio))
+
+
 def _half_ulp(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(half a unit in the last place, is the mantissa odd, is |p| a power of two with a finer format below it)."""
     mantissa_bits, bias, mask = _LAYOUT[p.dtype]

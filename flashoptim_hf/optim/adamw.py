@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class FlashAdamW(FlashOptimizer):
         weight_decay: float = 1e-2,
         *,
         codec: str = "log",
-        master_bits: int | None = 24,
+        master_bits: Literal[24, 32, "auto"] | None = 24,
         paged: bool = False,
         page_bytes: int | str = "32MiB",
         device_budget_bytes: int | str = 0,

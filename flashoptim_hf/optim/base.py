@@ -17,6 +17,7 @@ from ..kernels import select
 from ..kernels.rule import UpdateRule
 from ..paging.store import Page
 from . import checkpoint, options
+from .auto_master import AutoMaster
 from .finite import Guard
 from .layout import CORRECTION, Layout, codec_views, local
 from .report import MemoryReport, build_report
@@ -34,7 +35,8 @@ class FlashOptimizer(Optimizer):
         codec: how states are stored: "log" (AdamW's default), "square" (Lion's and SGD's), "softsign", "none", ... One name per file in
             `codecs/`.
         master_bits: 24 (default) or 32: bf16 and fp16 weights carry an 8- or 16-bit correction, and the two together are a 24- or 32-bit
-            master weight. None: no correction. Has no effect on fp32 weights.
+            master weight. "auto": 24, and 32 for tensors where 24 swallow more than a quarter of the updates. None: no correction. Has no
+            effect on fp32 weights.
         paged: keep state in host memory and bring it to the device page by page. Default False: state lives on the parameter's device.
         page_bytes: size of a page over all planes, in bytes or as "32MiB" (default).
         device_budget_bytes: state that stays on the device although it is paged. Default 0.
@@ -70,6 +72,7 @@ class FlashOptimizer(Optimizer):
         """Make what is not part of the optimizer's state: pools, engines, counters."""
         self._layout = Layout(self.rule, defaults)
         self._guard = Guard(defaults["nonfinite"])
+        self._auto = AutoMaster()
         self._plan: StepPlan | None = None
         self._warned_orphans = False
 
@@ -120,7 +123,10 @@ class FlashOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._guard.settle()
+        if self._guard.settle():
+            self._auto.discard()
+        if self._auto.after(self._layout):
+            self._plan = None
         gradients = Gradients(self.param_groups)
         verdict = self._guard.check(gradients.grads, self.param_groups, getattr(self, "found_inf", None))
         if gradients.params and not verdict.skip:
@@ -128,6 +134,17 @@ class FlashOptimizer(Optimizer):
                 self._plan = self._make_plan(gradients)
             self._update(self._plan, gradients, verdict.flags)
         return loss
+
+    def _settle(self) -> None:
+        """Bring everything to an end that a step left for the next one to finish: a save must not lose it."""
+        if self._guard.settle():
+            self._auto.discard()
+        # twice: the first call compares what the last step did, the second reads the answer
+        if any([self._auto.after(self._layout), self._auto.after(self._layout)]):
+            self._plan = None
+            groups = {param: group for group in self.param_groups for param in group["params"]}
+            for param in self._layout.ensure((param, groups[param]) for param in self._layout.promoted if param in groups):
+                self.state[param] = self._layout.records[param].views
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of the state: copies on the host, which later steps do not change. See `optim/checkpoint.py` for the format."""
@@ -143,6 +160,7 @@ class FlashOptimizer(Optimizer):
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         self.synchronize()
         state = {param: dict(values) for param, values in self.state.items()}
         return {"defaults": self.defaults, "state": state, "param_groups": self.param_groups}
@@ -237,6 +255,7 @@ class FlashOptimizer(Optimizer):
     def _update(self, plan: StepPlan, gradients: Gradients, flags: dict[torch.device, Tensor]) -> None:
         """Run the kernel over every page of the plan, device by device."""
         plan.begin(gradients, self.param_groups, self.rule)
+        self._auto.before(plan, self.param_groups, self._layout)
         for device, entries in plan.pages.items():
             kernel = select.kernel_for(device, self.defaults["kernel"])
             works = {id(work.page): work for work in entries}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.base import Codec, State, get_codec
-from ..codecs.weight_split import CORRECTION_DTYPE
+from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..errors import CheckpointError, ConfigurationError
 from .layout import CORRECTION, STEP, Record, codec_views, local
 from .options import PLACEMENT, STORAGE
@@ -36,6 +36,7 @@ FORMAT = 1
 
 def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """A snapshot: every tensor a copy of its own on the CPU. `base_state_dict` is torch's own `state_dict`, which runs the hooks."""
+    optimizer._settle()
     optimizer.synchronize()
     saved = base_state_dict()
     for key, values in saved["state"].items():
@@ -149,7 +150,7 @@ class _Incoming:
             home = codec_views(record)[0].device
             target.encode([value.to(home) for value in decoded], codec_views(record), step=step)
         if CORRECTION in record.views and CORRECTION in self.values:
-            _copy_correction(record.views[CORRECTION], self.values[CORRECTION])
+            copy_correction(record.views[CORRECTION], self.values[CORRECTION])
         record.set_step(step)
         return not same
 
@@ -157,15 +158,6 @@ class _Incoming:
 def _states(optimizer: FlashOptimizer, group: Mapping[str, Any]) -> tuple[State, ...]:
     """The states that a saved group keeps; options that it lacks, as another optimizer's groups may, are this optimizer's own."""
     return optimizer.rule.serving({**optimizer.defaults, **group}).states
-
-
-def _copy_correction(view: Tensor, saved: Tensor) -> None:
-    """Corrections of the same width are copied; of another width, scaled to it, which is exact from 8 to 16 bits within 2^-16 ulp."""
-    if view.dtype == saved.dtype:
-        view.copy_(saved)
-    else:
-        ratio = torch.iinfo(view.dtype).max / torch.iinfo(saved.dtype).max
-        view.copy_(torch.round(saved.double() * ratio))
 
 
 def _names(optimizer: FlashOptimizer) -> list[list[str]]:
@@ -228,6 +220,10 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming])
         if param not in incoming:
             layout.drop(param)
     optimizer.state = defaultdict(dict)
+    for param, entry in incoming.items():
+        correction = entry.values.get(CORRECTION)
+        if groups[param]["master_bits"] == "auto" and correction is not None and correction.dtype == CORRECTION_DTYPE[32]:
+            layout.promoted.add(param)
     layout.ensure((param, groups[param]) for param in incoming)
     recoded = [entry for param, entry in incoming.items() if entry.write(layout.records[param])]
     for param in incoming:

@@ -35,7 +35,7 @@ class Guard:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.skipped = 0
-        self._pending: tuple[Callable[[], float], StepPlan] | None = None
+        self._pending: tuple[Callable[[], Tensor], StepPlan] | None = None
 
     def check(self, grads: Sequence[Tensor], param_groups: Sequence[dict[str, Any]], found_inf: Tensor | None) -> Verdict:
         """Look at all gradients of a step.
@@ -76,15 +76,21 @@ class Guard:
             device, flag = next(iter(flags.items()))
             self._pending = (layout.engine(device).backend.read_later(flag), plan)
 
-    def settle(self) -> None:
-        """Read the flag of the last step, if it is still open, and take back the step counts of a step that was skipped."""
+    def settle(self) -> bool:
+        """Read the flag of the last step, if it is still open, and take back the step counts of a step that was skipped.
+
+        Returns:
+            Whether it was skipped.
+        """
         if self._pending is None:
-            return
+            return False
         was_skipped, plan = self._pending
         self._pending = None
-        if was_skipped():
-            plan.count(-1)
-            self._count_one()
+        if not bool(was_skipped()):
+            return False
+        plan.count(-1)
+        self._count_one()
+        return True
 
     def _flags(self, grads: Sequence[Tensor]) -> dict[torch.device, Tensor]:
         by_device: dict[torch.device, list[Tensor]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.base import Plane, get_codec
-from ..codecs.weight_split import CORRECTION_DTYPE
+from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..kernels.rule import Format, UpdateRule
 from ..paging.engine import Engine
 from ..paging.store import Block, StateStore
@@ -83,10 +83,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if shard is None else shard
 
 
-def pool_key(param: Tensor, group: dict[str, Any], rule: UpdateRule) -> PoolKey:
-    """The pool a parameter belongs to now. fp32 weights carry no correction, whatever `master_bits` says."""
+def pool_key(param: Tensor, group: dict[str, Any], rule: UpdateRule, promoted: bool = False) -> PoolKey:
+    """The pool a parameter belongs to now. fp32 weights carry no correction, whatever `master_bits` says.
+
+    `promoted` says what "auto" means for this parameter: 32 instead of 24.
+    """
     param = local(param)
     bits = group["master_bits"] if param.dtype != torch.float32 else None
+    if bits == "auto":
+        bits = 32 if promoted else 24
     return PoolKey(param.device, param.dtype, group["codec"], bits or 0, group["dither"], rule.keeps_states(group))
 
 
@@ -99,6 +104,7 @@ class Layout:
         self.pools: dict[PoolKey, Pool] = {}
         self.engines: dict[torch.device, Engine] = {}
         self.records: dict[Tensor, Record] = {}
+        self.promoted: set[Tensor] = set()
 
     def engine(self, device: torch.device) -> Engine:
         """The engine of a device, made once."""
@@ -127,7 +133,7 @@ class Layout:
         """
         wanted: dict[PoolKey, list[Tensor]] = {}
         for param, group in params:
-            key = pool_key(param, group, self.rule)
+            key = pool_key(param, group, self.rule, param in self.promoted)
             record = self.records.get(param)
             if record is None or record.pool.key != key:
                 wanted.setdefault(key, []).append(param)
@@ -150,12 +156,14 @@ class Layout:
             record.views[plane.name] = view.view(record.shape) if plane.group == 1 else view
         if old is not None:
             before, after = old.pool.fmt.codec, pool.fmt.codec
-            for name in (record.views.keys() & old.views.keys()) - {STEP}:
-                if (before.name == after.name or name == CORRECTION) and record.views[name].dtype == old.views[name].dtype:
+            for name in (record.views.keys() & old.views.keys()) - {STEP, CORRECTION}:
+                if before.name == after.name and record.views[name].dtype == old.views[name].dtype:
                     record.views[name].copy_(old.views[name])
             if before.name != after.name and before.states and after.states:
                 decoded = before.decode(codec_views(old), old.block.numel)
                 after.encode([v.to(pool.key.device) for v in decoded], codec_views(record), step=old.step)
+            if CORRECTION in record.views and CORRECTION in old.views and pool.key.dtype == old.pool.key.dtype:
+                copy_correction(record.views[CORRECTION], old.views[CORRECTION])
             record.set_step(old.step)
             old.pool.store.free(old.block)
         self.records[param] = record
@@ -163,6 +171,7 @@ class Layout:
     def drop(self, param: Tensor) -> None:
         """Forget a parameter and free its part of the planes."""
         record = self.records.pop(param)
+        self.promoted.discard(param)
         record.pool.store.free(record.block)
 
     def synchronize(self) -> None:

@@ -7,7 +7,7 @@ section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class FlashLion(FlashOptimizer):
         weight_decay: float = 0.0,
         *,
         codec: str = "square",
-        master_bits: int | None = 24,
+        master_bits: Literal[24, 32, "auto"] | None = 24,
         paged: bool = False,
         page_bytes: int | str = "32MiB",
         device_budget_bytes: int | str = 0,

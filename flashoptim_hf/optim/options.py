@@ -74,9 +74,10 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
         raise ConfigurationError(f"weight_decay={group['weight_decay']!r} must be at least 0.")
     if group["codec"] not in known_codecs():
         raise ConfigurationError(f"codec={group['codec']!r} is not known; choose one of {', '.join(map(repr, known_codecs()))}.")
-    if group["master_bits"] not in (24, 32, None):
+    if group["master_bits"] not in (24, 32, None, "auto"):
         raise ConfigurationError(
-            f"master_bits={group['master_bits']!r} is not known; choose 24 (8-bit correction), 32 (16-bit correction) or None (none)."
+            f"master_bits={group['master_bits']!r} is not known; choose 24 (8-bit correction), 32 (16-bit correction), "
+            "'auto' (24, and 32 where 24 swallows updates) or None (no correction)."
         )
     for name in PLACEMENT:
         if group.get(name, defaults[name]) != defaults[name]:

@@ -117,21 +117,22 @@ class Backend(ABC):
     def wait_host(self, event: Event | None) -> None:
         """The host waits for the event, or for everything that is queued when it is None."""
 
-    def read_later(self, value: Tensor) -> Callable[[], float]:
-        """Copy a number of one element to the host behind the work queued so far, without waiting.
+    def read_later(self, value: Tensor) -> Callable[[], Tensor]:
+        """Copy a small tensor to the host behind the work queued so far, without waiting.
 
         Returns:
-            a function that waits for this copy alone and gives the number.
+            a function that waits for this copy alone and gives the copy.
         """
-        host = self.host_empty(value.itemsize).view(value.dtype)
+        host = self.host_empty(value.numel() * value.itemsize).view(value.dtype).view(value.shape)
         self.wait("out", self.record("compute"))
-        self.copy("out", host, value.reshape(1), keep=True)
+        self.copy("out", host, value, keep=True)
         event = self.record("out")
+        source = [value]  # keeps the memory from being given away while the copy is under way
 
-        def read() -> float:
+        def read() -> Tensor:
             self.wait_host(event)
-            # `value` is named here so that its memory is not given away while the copy is under way
-            return float(host.item()) if value.numel() else 0.0
+            source.clear()
+            return host
 
         return read
 

@@ -255,7 +255,8 @@ OP void NAME(update)(
         V code = NAME(to_f)(NAME(from_u8)(where->v + element + j));
         V r = NAME(keep)(NAME(ne0)(code), NAME(exp2)(code * step + first));
         V m = NAME(to_f)(NAME(from_i8)(where->m + element + j)) * umax * r + grad * rest1;
-        V v = r * h->beta2 * r + grad * rest2 * grad;
+        /* at most the largest number: an infinite v would make inf * 0 below */
+        V v = NAME(min)(r * h->beta2 * r + grad * rest2 * grad, NAME(set)(0x1.fffffep127f));
         M some = NAME(lt)(NAME(set)(0), v);
         V inverse_r = NAME(keep)(some, NAME(rsqrt)(v)), denominator = v * inverse_r + h->eps;
         V move = NAME(keep)(NAME(ne0)(denominator), m / denominator);
