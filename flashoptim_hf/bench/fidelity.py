@@ -1,6 +1,7 @@
-"""Fidelity: how far 8-bit states take the weights from where float64 AdamW takes them, ours and the peers' in the same run.
+"""Fidelity: how far 8-bit states take the weights from where float64 ones take them, ours and the peers' in the same run.
 
     flashoptim-hf bench fidelity --gradients FILE.safetensors --scales 1e-8,1,1e8 --json fidelity.json --plot fidelity.png
+    flashoptim-hf bench fidelity --algorithm lion --gradients FILE.safetensors
 
 Only the states are rounded: the weights, from zero, are kept outside the codec, and every subject sees the same gradients. Cases in the
 report are the file's tensors, `all` for all of them together, `scale=S/...` with gradients and eps multiplied by S, `scale=S,eps=0/...`
@@ -16,14 +17,14 @@ from typing import Annotated
 
 import typer
 
-from ..codecs.base import known_codecs
+from ..codecs.base import codecs_for
 from ..errors import ConfigurationError
 from . import peers as peer_packages
 from . import streams
 from .metrics import METRICS
 from .report import JsonOption, Panel, PlotOption, Report, Row, check_outputs, cpu_name, draw, show, table
 from .streams import Problem
-from .subjects import Subject, codec_subject, exact
+from .subjects import ALGORITHMS, Algorithm, Subject, algorithm, codec_subject
 
 Groups = Mapping[str, Sequence[Problem]]
 """A summarizing case ("all", "synthetic/sparse") to the problems that it sums up."""
@@ -33,7 +34,8 @@ def run(
     gradients: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="safetensors file; each tensor is [steps, elements] of one parameter.")
     ] = None,
-    codecs: Annotated[str, typer.Option(help="Codecs, with commas between, or 'all'.")] = "all",
+    algorithm_name: Annotated[str, typer.Option("--algorithm", help="adamw, lion (betas 0.9 and 0.99) or sgd (momentum 0.9).")] = "adamw",
+    codecs: Annotated[str, typer.Option(help="Codecs, with commas between, or 'all' that hold the algorithm's states.")] = "all",
     peers: Annotated[str, typer.Option(help="Peers (flashoptim, bitsandbytes, torchao), 'installed' or 'none'.")] = "installed",
     scales: Annotated[str, typer.Option(help="Factors on the file's gradients and on eps, for example 1e-8,1,1e8.")] = "",
     zero_eps: Annotated[bool, typer.Option(help="Run every scale with eps = 0 as well; without --scales, the file as it is.")] = False,
@@ -42,18 +44,19 @@ def run(
     json_file: JsonOption = None,
     plot_file: PlotOption = None,
 ) -> None:
-    """How far 8-bit states take the weights from float64 AdamW, side by side with other packages.
+    """How far 8-bit states take the weights from where float64 states take them, side by side with other packages.
 
     Prints the relative error of the total weight update, for gradients from a file and for synthetic ones. Every error is a ratio, so that
     0.01 means: one percent of the way that the weights went.
     """
     check_outputs(json_file, plot_file)
-    subjects, missing = peer_packages.choose(peers)
-    names = known_codecs() if codecs == "all" else items(codecs)
-    subjects = [*(codec_subject(name) for name in names), *subjects]
+    chosen = algorithm(algorithm_name)
+    subjects, missing = peer_packages.choose(peers, algorithm_name)
+    names = codecs_for(chosen.rule.states) if codecs == "all" else items(codecs)
+    subjects = [*(codec_subject(name, algorithm=chosen) for name in names), *subjects]
     groups = collect(gradients, positive(scales, "--scales"), zero_eps, whole(seeds, "--seeds") if synthetic else [])
 
-    report = measure(groups, subjects)
+    report = measure(groups, subjects, chosen)
     show(*(table(rows, title) for title, rows in tables(report, groups)))
     if missing:
         show(f"Peers that are not installed and were left out: {', '.join(missing)}.")
@@ -118,11 +121,11 @@ def collect(gradients: Path | None, scales: Sequence[float], zero_eps: bool, see
     return groups
 
 
-def measure(groups: Groups, subjects: Sequence[Subject]) -> Report:
+def measure(groups: Groups, subjects: Sequence[Subject], algorithm: Algorithm = ALGORITHMS["adamw"]) -> Report:
     """Every metric of every subject on every problem, and the summary of each group."""
     report = Report("fidelity", cpu_name())
     problems = [problem for group in groups.values() for problem in group]
-    truths = [exact(problem) for problem in problems]
+    truths = [algorithm.exact(problem) for problem in problems]
     for subject in subjects:
         found: dict[tuple[str, str], float] = {}
         for problem, truth, outcome in zip(problems, truths, subject.solve(problems), strict=True):

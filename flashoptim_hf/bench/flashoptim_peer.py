@@ -1,7 +1,8 @@
-"""Runs flashoptim's own AdamW kernel on a CPU, as a program: `python -m flashoptim_hf.bench.flashoptim_peer IN OUT`.
+"""Runs flashoptim's own kernels on a CPU, as a program: `python -m flashoptim_hf.bench.flashoptim_peer IN OUT`.
 
 Needs TRITON_INTERPRET=1 from the start. IN and OUT are safetensors files whose tensors "0", "1", ... are [steps, elements]: gradients in
-IN, the weights after each step in OUT. IN's metadata has "options", a JSON list of {"lr", "betas", "eps"}; OUT's has "bytes_per_param".
+IN, the weights after each step in OUT. IN's metadata has "options", a JSON list of {"lr", "betas", "eps"} for AdamW, {"lr", "betas"} for
+Lion or {"lr", "momentum"} for SGD; OUT's has "bytes_per_param".
 
 The optimizer class refuses a machine without CUDA, so its kernel is launched directly, on the planes that the class would allocate. Two
 things are supplied that only a GPU has: `libdevice.pow`, rounded to fp32, and a launch grid.
@@ -38,6 +39,8 @@ def solve(grads: Tensor, options: dict[str, Any]) -> tuple[Tensor, float]:
     """Weights after each step, fp32 [steps, elements], and bytes of state per element; elements a multiple of 32."""
     import flashoptim.optimizers as peer
 
+    if "eps" not in options:
+        return solve_momentum(grads, options, peer._triton_momentum_kernel)
     peer.libdevice.pow = power
     steps, numel = grads.shape
     param = torch.zeros(numel)
@@ -64,6 +67,35 @@ def solve(grads: Tensor, options: dict[str, Any]) -> tuple[Tensor, float]:
         )
         weights[t - 1] = param
     return weights, sum(plane.nbytes for plane in (mom, mom_scales, var, var_scales)) / numel
+
+
+def solve_momentum(grads: Tensor, options: dict[str, Any], kernel: Any) -> tuple[Tensor, float]:
+    """`solve` for Lion and SGD, which share one kernel: its coefficients are beta2 and beta1, or the momentum and 1."""
+    steps, numel = grads.shape
+    param, mom = torch.zeros(numel), torch.zeros(numel, dtype=torch.int8)
+    scales = torch.zeros(numel // GROUP, dtype=torch.float16)
+    block = min(triton.next_power_of_2(numel), MAX_BLOCK)
+    beta1, beta2 = options["betas"] if "betas" in options else (1.0, options["momentum"])
+    weights = torch.empty(steps, numel)
+    for t, grad in enumerate(grads.contiguous()):
+        kernel[(triton.cdiv(numel, block),)](
+            *(mom, scales, param, grad),
+            param,  # the corrections' place, which an fp32 parameter leaves unused
+            *(numel, options["lr"], beta2, beta1, 0.0),
+            GROUP_SIZE=GROUP,
+            DO_LION="betas" in options,
+            NESTEROV=False,
+            DECOUPLED_WEIGHT_DECAY=False,
+            PARAM_DTYPE=tl.float32,
+            USE_ECC=False,
+            QUANTIZE_OPTIM_STATES=True,
+            SIGNED_ERROR_T=tl.int8,
+            NUM_MANTISSA_BITS=23,
+            SIGNED_MAX_VAL=127.0,
+            BLOCK_SIZE_N=block,
+        )
+        weights[t] = param
+    return weights, (mom.nbytes + scales.nbytes) / numel
 
 
 def main(source: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""Other packages' 8-bit AdamW, each run with its own code on an fp32 parameter of zeros, whose gradient is set at every step.
+"""Other packages' 8-bit optimizers, each run with its own code on an fp32 parameter of zeros, whose gradient is set at every step.
 
 Peers are optional. On a CPU two of them need help, which changes how they are run and not what they compute: torchao's step is not
 compiled, and flashoptim's Triton kernel runs in Triton's interpreter, in a process of its own.
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.nn.functional import pad
 
 from ..errors import ConfigurationError, UnsupportedError
 from .streams import Problem
-from .subjects import Outcome, Subject
+from .subjects import LION_BETAS, MOMENTUM, Outcome, Subject
 
 TORCHAO_BLOCK = 256
 TORCHAO_MIN = 4096
@@ -79,15 +80,22 @@ def _nbytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def flashoptim_adamw(problems: Sequence[Problem]) -> Iterator[Outcome]:
-    """The kernel behind `flashoptim.FlashAdamW`: softsign and square root, groups of 32; see `flashoptim_peer.py`.
+def flashoptim_kernel(problems: Sequence[Problem], algorithm: str = "adamw") -> Iterator[Outcome]:
+    """The kernel behind flashoptim's optimizer classes: softsign and square root, groups of 32; see `flashoptim_peer.py`.
 
     Raises:
         UnsupportedError: its process failed; the message ends with its last words.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "in.safetensors"), Path(folder, "out.safetensors")
-        options = [{"lr": p.lr, "betas": p.betas, "eps": p.eps} for p in problems]
+        options = [
+            {
+                "adamw": {"lr": p.lr, "betas": p.betas, "eps": p.eps},
+                "lion": {"lr": p.lr, "betas": LION_BETAS},
+                "sgd": {"lr": p.lr, "momentum": MOMENTUM},
+            }[algorithm]
+            for p in problems
+        ]
         # cloned, since safetensors refuses tensors that share memory, as those of two problems may
         save_file(
             {str(k): p.grads.clone(memory_format=torch.contiguous_format) for k, p in enumerate(problems)},
@@ -109,11 +117,14 @@ def flashoptim_adamw(problems: Sequence[Problem]) -> Iterator[Outcome]:
 
 
 PEERS: Mapping[str, Callable[[Sequence[Problem]], Iterator[Outcome]]] = {
-    "flashoptim": flashoptim_adamw,
+    "flashoptim": flashoptim_kernel,
     "bitsandbytes": bitsandbytes_adamw,
     "torchao": torchao_adamw,
 }
-"""Peer, named as its package, to the function that runs it."""
+"""Peer, named as its package, to the function that runs its AdamW."""
+
+MOMENTUM_PEERS = ("flashoptim",)
+"""Peers whose Lion and SGD are run too."""
 
 
 def installed(name: str) -> bool:
@@ -121,25 +132,29 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def choose(names: str) -> tuple[list[Subject], list[str]]:
+def choose(names: str, algorithm: str = "adamw") -> tuple[list[Subject], list[str]]:
     """The peers to run and the known ones that are not installed.
 
     Args:
         names: "installed", "none", or names from `PEERS` with commas between.
+        algorithm: "adamw" (default), "lion" or "sgd".
 
     Raises:
-        ConfigurationError: an unknown peer.
+        ConfigurationError: an unknown peer, or one that this algorithm is not run with.
         UnsupportedError: a peer that is asked for by name is not installed.
     """
     if names == "none":
         return [], []
-    missing = [name for name in PEERS if not installed(name)]
+    peers = PEERS if algorithm == "adamw" else {name: partial(flashoptim_kernel, algorithm=algorithm) for name in MOMENTUM_PEERS}
+    missing = [name for name in peers if not installed(name)]
     if names == "installed":
-        return [Subject(name, solve) for name, solve in PEERS.items() if name not in missing], missing
+        return [Subject(name, solve) for name, solve in peers.items() if name not in missing], missing
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
-        if name not in PEERS:
-            raise ConfigurationError(f"--peers: {name!r} is not known; choose from {', '.join(PEERS)}, or give 'installed' or 'none'.")
+        if name not in peers:
+            raise ConfigurationError(
+                f"--peers: {name!r} is not known for {algorithm}; choose from {', '.join(peers)}, or give 'installed' or 'none'."
+            )
         if name in missing:
             raise UnsupportedError(f"--peers: {name} is not installed (pip install {name}); --peers installed takes those that are there.")
-    return [Subject(name, PEERS[name]) for name in wanted], []
+    return [Subject(name, peers[name]) for name in wanted], []

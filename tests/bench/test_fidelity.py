@@ -14,7 +14,7 @@ from flashoptim_hf.bench.fidelity import collect, measure, panels, positive, tab
 from flashoptim_hf.bench.metrics import update_error
 from flashoptim_hf.bench.report import Report
 from flashoptim_hf.bench.streams import Problem, drifting
-from flashoptim_hf.bench.subjects import Outcome, Subject, codec_subject, exact
+from flashoptim_hf.bench.subjects import ALGORITHMS, Outcome, Subject, codec_subject, exact
 from flashoptim_hf.errors import ConfigurationError
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "real_gradients.safetensors"
@@ -143,3 +143,15 @@ def test_missing_peers_are_named_and_a_repeat_gives_the_same_numbers(gradients, 
         written.append(file.read_text().partition('"rows"')[2])
     assert written[0] == written[1]
     assert "left out: flashoptim, bitsandbytes, torchao" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the captured gradients are not here")
+@pytest.mark.parametrize(("name", "mean", "worst"), [("lion", 0.06, 0.1), ("sgd", 0.0085, 0.0107)])
+def test_square_beats_softsign_on_real_gradients(name, mean, worst):
+    """In mean and in worst error, for both algorithms, in as many bytes."""
+    chosen = ALGORITHMS[name]
+    report = measure({"all": streams.from_file(REAL)}, [codec_subject(codec, algorithm=chosen) for codec in ("square", "softsign")], chosen)
+    for metric, limit in (("update_error_mean", mean), ("update_error_worst", worst)):
+        assert value(report, "all", "square", metric) < limit
+        assert value(report, "all", "square", metric) < 0.93 * value(report, "all", "softsign", metric)
+    assert value(report, "all", "square", "bytes_per_param") == value(report, "all", "softsign", "bytes_per_param") == 1.0625

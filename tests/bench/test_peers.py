@@ -10,7 +10,7 @@ import torch
 from flashoptim_hf.bench import peers
 from flashoptim_hf.bench.metrics import update_error
 from flashoptim_hf.bench.streams import Problem, drifting
-from flashoptim_hf.bench.subjects import Outcome, exact
+from flashoptim_hf.bench.subjects import ALGORITHMS, Outcome, codec_subject, exact
 from flashoptim_hf.errors import ConfigurationError, UnsupportedError
 
 SIZES = (70, 300)  # below and above a block of 256, multiples of no group
@@ -43,15 +43,31 @@ def test_flashoptim_problem_does_not_depend_on_its_neighbours():
     pytest.importorskip("flashoptim")
     problems = [Problem(f"w{n}", drifting(0.5, 1.0, seed=n, steps=4, elements=n)) for n in SIZES]
     # Another lr puts a problem into a launch of its own; twice the lr doubles every fp32 weight exactly
-    outcomes = list(peers.flashoptim_adamw([*problems, replace(problems[1], lr=2e-3)]))
+    outcomes = list(peers.flashoptim_kernel([*problems, replace(problems[1], lr=2e-3)]))
     assert torch.equal(2 * outcomes[1].weights, outcomes[2].weights)
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_flashoptims_momentum_is_its_format(name):
+    """Its kernel and the codec `softsign`, which stores the same codes, move the weights alike."""
+    pytest.importorskip("flashoptim")
+    algorithm = ALGORITHMS[name]
+    problems = [Problem(f"w{n}", drifting(0.5, 1.0, seed=n, steps=12, elements=n)) for n in SIZES]
+    (subject,), _ = peers.choose("flashoptim", name)
+    same = codec_subject("softsign", algorithm=algorithm)
+    for problem, theirs, ours in zip(problems, subject.solve(problems), same.solve(problems), strict=True):
+        assert theirs.bytes_per_param == 1 + 2 / 32
+        assert update_error(theirs.weights, ours.weights, problem.lr) < 1e-5
+        assert update_error(theirs.weights, algorithm.exact(problem), problem.lr) < 0.2
+    with pytest.raises(ConfigurationError, match=f"'torchao' is not known for {name}; choose from flashoptim"):
+        peers.choose("torchao", name)
 
 
 def test_a_failing_process_is_reported_with_its_last_words(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(peers, "__package__", "no_such_package")
     with pytest.raises(UnsupportedError, match=r"--peers(.|\n)*no_such_package"):
-        list(peers.flashoptim_adamw([Problem("w", torch.ones(1, 4))]))
+        list(peers.flashoptim_kernel([Problem("w", torch.ones(1, 4))]))
 
 
 def test_choice(monkeypatch):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import flashoptim_hf.optim.adamw as adamw
+from flashoptim_hf import FlashLion, FlashSGD
 from flashoptim_hf.bench.metrics import update_error
 from flashoptim_hf.bench.streams import Problem, drifting
-from flashoptim_hf.bench.subjects import codec_subject, exact
+from flashoptim_hf.bench.subjects import ALGORITHMS, LION_BETAS, MOMENTUM, algorithm, codec_subject, exact
 from flashoptim_hf.errors import ConfigurationError
 
 
@@ -64,6 +65,33 @@ def test_dither_can_be_switched_off(problem):
 def test_short_groups_are_counted_in_full(problem):
     (outcome,) = codec_subject("log").solve([problem])
     assert outcome.bytes_per_param == (2 * 150 + 3 * (4 + 4 + 2)) / 150
+
+
+def test_exact_sgd_is_torchs_in_float64(problem):
+    param = torch.nn.Parameter(torch.zeros(150, dtype=torch.float64))
+    optimizer = torch.optim.SGD([param], lr=problem.lr, momentum=MOMENTUM)
+    assert torch.allclose(ALGORITHMS["sgd"].exact(problem)[-1], step_through(optimizer, param, problem.grads), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("lion", lambda p, **o: FlashLion(p, betas=LION_BETAS, **o)), ("sgd", lambda p, **o: FlashSGD(p, momentum=MOMENTUM, **o))],
+)
+def test_the_momentum_moves_as_the_optimizer_does(problem, name, make):
+    chosen = ALGORITHMS[name]
+    exact_weights = chosen.exact(problem)
+    (none,) = codec_subject("none", algorithm=chosen).solve([problem])
+    assert update_error(none.weights, exact_weights, problem.lr) < 1e-6
+    (outcome,) = codec_subject("square", algorithm=chosen).solve([problem])
+    param = torch.nn.Parameter(torch.zeros(150))
+    moved = step_through(make([param], lr=problem.lr, codec="square", kernel="eager", master_bits=None), param, problem.grads)
+    assert update_error(outcome.weights, moved[None], problem.lr) < 1e-5
+    assert update_error(outcome.weights, exact_weights, problem.lr) > 1e-3
+
+
+def test_unknown_algorithm_is_named():
+    with pytest.raises(ConfigurationError, match=r"'adam'.*adamw, lion, sgd"):
+        algorithm("adam")
 
 
 def test_unknown_codec_is_named():
