@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, UnsupportedError
 from ..kernels import select
 from ..kernels.rule import UpdateRule
 from ..paging.store import Page
-from . import checkpoint, options
+from . import checkpoint, options, sharded
 from .auto_master import AutoMaster
 from .finite import Guard
 from .layout import CORRECTION, Layout, codec_views, local
@@ -73,6 +73,7 @@ class FlashOptimizer(Optimizer):
         self._layout = Layout(self.rule, defaults)
         self._guard = Guard(defaults["nonfinite"])
         self._auto = AutoMaster()
+        self._checked = False
         self._plan: StepPlan | None = None
         self._warned_orphans = False
 
@@ -93,6 +94,8 @@ class FlashOptimizer(Optimizer):
             names = group.get("param_names", [f"#{i} of group {len(self.param_groups) - 1}" for i in range(len(group["params"]))])
             for name, param in zip(names, group["params"], strict=True):
                 options.check_param(local(param), name)
+            for name in options.PLACEMENT:
+                group.pop(name, None)  # where and how hold for the whole optimizer, and are no part of a checkpoint
         except ConfigurationError:
             self.param_groups.pop()
             raise
@@ -223,6 +226,7 @@ class FlashOptimizer(Optimizer):
         self._sweep_orphans()
         groups = [self.param_groups[number] for number in gradients.groups]
         for param in gradients.params:
+            sharded.check(param)
             record = self._layout.records.get(param)
             if record is not None and record.shape != local(param).shape:
                 raise UnsupportedError(
@@ -274,6 +278,11 @@ class FlashOptimizer(Optimizer):
 
             self._layout.engine(device).run([work.page for work in entries], prepare)
         plan.finish()
+        if not self._checked:
+            self._checked = True
+            if any(sharded.is_sharded(param) for param in plan.params):
+                self._layout.synchronize()
+                sharded.self_check(self._layout.records)
         self._guard.defer(flags, plan, self._layout)
 
     def _inv_scale(self, device: torch.device) -> Tensor | None:

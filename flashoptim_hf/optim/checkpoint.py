@@ -24,6 +24,7 @@ from torch import Tensor
 from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..errors import CheckpointError, ConfigurationError
+from . import sharded
 from .layout import CORRECTION, STEP, Record, codec_views, local
 from .options import PLACEMENT, STORAGE
 
@@ -39,13 +40,15 @@ def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]
     optimizer._settle()
     optimizer.synchronize()
     saved = base_state_dict()
+    owners = {id(record.views): (param, record) for param, record in optimizer._layout.records.items()}
     for key, values in saved["state"].items():
         if isinstance(values, dict):
             # a copy also cuts each tensor out of the pool it is a view of: torch.save would write the whole pool
             saved["state"][key] = {name: _copy(value) for name, value in values.items()}
+            if id(values) in owners:
+                param, record = owners[id(values)]
+                saved["state"][key] = sharded.outgoing(param, record.pool.fmt.codec, saved["state"][key])
     for group in saved["param_groups"]:
-        for name in PLACEMENT:
-            group.pop(name, None)
         group[FORMAT_KEY] = FORMAT
     return saved
 
@@ -114,6 +117,10 @@ class _Incoming:
                 f"this state was not written by {type(optimizer).__name__}: {name} has the entries {sorted(values)} and its group names "
                 f"no codec that is known here ({error})"
             ) from None
+        self.moved = False
+        if STEP in values:
+            self.values, self.moved = sharded.incoming(param, self.codec, values, int(values[STEP]))
+            values = self.values
         missing = [plane.name for plane in self.codec.planes if plane.name not in values] + ([] if STEP in values else [STEP])
         if missing:
             raise CheckpointError(
@@ -208,8 +215,8 @@ def _few(names: Any, limit: int = 5) -> str:
 def _replace_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> None:
     """Take over every saved option except where and how this optimizer stores its state."""
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        kept = {name: group[name] for name in (*PLACEMENT, *STORAGE, "params", "param_names") if name in group}
-        group.update({name: value for name, value in saved.items() if name not in kept and name != FORMAT_KEY})
+        kept = {name: group[name] for name in (*STORAGE, "params", "param_names") if name in group}
+        group.update({name: value for name, value in saved.items() if name not in kept and name not in (FORMAT_KEY, *PLACEMENT)})
 
 
 def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming]) -> None:

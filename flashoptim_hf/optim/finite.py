@@ -122,7 +122,11 @@ def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
         if bool(torch.isfinite(total)):
             return total
     # the largest magnitude is finite exactly if every element is; NaN wins every comparison in this norm
-    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors, float("inf"))]).amax()
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    largest = [torch.stack(torch._foreach_norm(same, float("inf"))).amax().float() for same in by_dtype.values()]
+    return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
 
 
 def _agree(flags: dict[torch.device, Tensor], param_groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:

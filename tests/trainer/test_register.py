@@ -182,7 +182,7 @@ def test_every_value_of_training_arguments_arrives(make_trainer: MakeTrainer, sa
         assert group["lr"] == 3e-4
         assert group["betas"] == (0.8, 0.9)
         assert group["eps"] == 1e-6
-        assert group["paged"] is True
+        assert optimizer.defaults["paged"] is True
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert {id(p) for p in rest["params"]} == {id(p) for n, p in made.model.named_parameters() if "ln_" in n or "bias" in n}
     assert optimizer.defaults["weight_decay"] == 0.3

@@ -1,0 +1,183 @@
+"""State of sharded parameters in a form that can be gathered and cut anew: `torch.distributed.checkpoint` sees DTensors only.
+
+Pages and kernels know the local shard, whose groups run from its first element. What leaves in a state dict has global meaning:
+
+    code planes, corrections   the parameter's shape, mesh and placement
+    group constants            (rows, row / q), sharded with the rows: one number for each run of q = gcd(row, group) elements, which lies
+                               in one row and in one group wherever rows are cut
+
+A row is an entry of dimension 0. Where rows are multiples of the group, runs are groups and nothing is repeated. On the way in, runs are
+put together to groups again: exact where the borders of groups are where they were, else decoded once and encoded within the codec's bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Codec
+from ..errors import UnsupportedError
+from .layout import STEP, Record, local
+
+_RUNS_AT_ONCE = 1 << 16
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter is a DTensor."""
+    return local(param) is not param
+
+
+def check(param: Tensor) -> None:
+    """Refuse a sharding that a state dict could not describe, before the first step.
+
+    Raises:
+        UnsupportedError: the parameter is cut along another dimension than 0.
+    """
+    if is_sharded(param):
+        for placement in param.placements:  # type: ignore[attr-defined]
+            if not (placement.is_replicate() or (type(placement).__name__ == "Shard" and placement.dim == 0)):
+                raise UnsupportedError(
+                    f"a parameter of shape {tuple(param.shape)} has the placement {placement}; parameters sharded on dimension 0 (FSDP2, "
+                    "fully_shard) are supported. Use fully_shard without tensor parallelism."
+                )
+
+
+def _rows(shape: torch.Size) -> tuple[int, int]:
+    """(rows, elements of a row) of a tensor; a scalar is one row."""
+    rows = shape[0] if len(shape) else 1
+    return rows, math.prod(shape[1:])
+
+
+def _run(row: int, group: int) -> int:
+    return math.gcd(row, group) if row else group
+
+
+def outgoing(param: Tensor, codec: Codec, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's values (local, constants one per group) in the form above; those of a parameter that is not sharded stay as they are.
+
+    In a job of one process with `torch.distributed` initialised, constants of plain parameters take the form of runs too, so that a larger
+    job can load them.
+    """
+    lonely = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() == 1
+    if not is_sharded(param) and not lonely:
+        return dict(values)
+    groups = {plane.name: plane.group for plane in codec.planes if plane.group > 1}
+    return {name: _out(param, value, groups.get(name)) if name != STEP else value for name, value in values.items()}
+
+
+def _out(param: Tensor, value: Tensor, group: int | None) -> Tensor:
+    shape, stride = param.shape, param.stride()
+    if group is not None:
+        (rows, row), (local_rows, _) = _rows(param.shape), _rows(local(param).shape)
+        run = _run(row, group)
+        per_row = row // run
+        value = value[(torch.arange(local_rows * per_row, device=value.device) * run) // group].view(local_rows, per_row)
+        shape, stride = torch.Size((rows, per_row)), (per_row, 1)
+    if not is_sharded(param):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
+
+
+def incoming(param: Tensor, codec: Codec, values: Mapping[str, Any], step: int) -> tuple[dict[str, Any], bool]:
+    """Saved values in any of the forms above, sharded, whole or of one process, as the local values that a record holds.
+
+    Returns:
+        the values, and whether group borders had moved, so that they were encoded anew. What does not fit is passed on as it is.
+    """
+    groups = {plane.name: plane.group for plane in codec.planes if plane.group > 1}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found[name] = value if name == STEP or not isinstance(value, Tensor) else _in(param, value, groups.get(name))
+    runs = [name for name in groups if isinstance(found.get(name), Tensor) and found[name].dim() == 2]
+    if not runs:
+        return found, False
+    _, row = _rows(param.shape)
+    numel = local(param).numel()
+    exact = True
+    joined = dict(found)
+    for name in runs:
+        group, run = groups[name], _run(row, groups[name])
+        flat = found[name].reshape(-1)
+        if flat.numel() != numel // run:
+            return found, False  # another shape: the caller names it
+        first = flat[(torch.arange(-(-numel // group)) * group) // run]
+        exact = exact and torch.equal(_bits(first.repeat_interleave(group // run)[: flat.numel()]), _bits(flat))
+        joined[name] = first
+    return (joined, False) if exact else (_encode_anew(codec, found, groups, row, numel, step), True)
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
+
+
+def _in(param: Tensor, value: Tensor, group: int | None) -> Tensor:
+    """The local part of one saved tensor; constants that come one per group of the whole parameter are spread to runs where needed."""
+    shard = getattr(value, "_local_tensor", None)
+    if shard is not None:
+        return shard.detach().cpu()
+    value = value.detach().cpu()
+    if not is_sharded(param):
+        return value
+    if group is not None and value.dim() == 1:
+        rows, row = _rows(param.shape)
+        run = _run(row, group)
+        if value.numel() != -(-param.numel() // group):
+            return value
+        value = value[(torch.arange(rows * (row // run)) * run) // group].view(rows, row // run)
+    if value.shape == local(param).shape and group is None and value.shape != param.shape:
+        return value
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def _encode_anew(codec: Codec, found: dict[str, Any], groups: dict[str, int], row: int, numel: int, step: int) -> dict[str, Any]:
+    """Decode every element with the constants of its run, and encode in the groups of this shard."""
+    run = min(_run(row, group) for group in groups.values())
+    parts: list[list[Tensor]] = []
+    for start in range(0, numel // run, _RUNS_AT_ONCE):
+        stop = min(start + _RUNS_AT_ONCE, numel // run)
+        planes = []
+        for plane in codec.planes:
+            flat = found[plane.name].reshape(-1)
+            if plane.group == 1:
+                # a run as a group of its own, with zeros behind it
+                padded = torch.zeros(stop - start, codec.group, dtype=plane.dtype)
+                padded[:, :run] = flat[start * run : stop * run].view(-1, run)
+                planes.append(padded.view(-1))
+            else:
+                planes.append(flat[(torch.arange(start, stop) * run) // _run(row, plane.group)])
+        decoded = codec.decode(planes, (stop - start) * codec.group)
+        parts.append([value.view(stop - start, codec.group)[:, :run].reshape(-1) for value in decoded])
+    values = [torch.cat(column) for column in zip(*parts, strict=True)]
+    planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype) for plane in codec.planes]
+    codec.encode(values, planes, step=step)
+    shapes = {plane.name: found[plane.name].shape for plane in codec.planes if plane.group == 1}
+    encoded = {p.name: v.view(shapes[p.name]) if p.group == 1 else v for p, v in zip(codec.planes, planes, strict=True)}
+    return {**found, **encoded}
+
+
+def self_check(records: Mapping[Tensor, Record]) -> None:
+    """Take every parameter's state out and in again, in memory: what cannot be saved shows now and not after hours.
+
+    Raises:
+        UnsupportedError: names the parameter's shape, and the plane that came back different.
+    """
+    for param, record in records.items():
+        codec = record.pool.fmt.codec
+        again, moved = incoming(param, codec, outgoing(param, codec, record.views), record.step)
+        for name, view in record.views.items():
+            if moved or (name != STEP and not torch.equal(_bits(again[name].reshape(-1).cpu()), _bits(view.reshape(-1).cpu()))):
+                raise UnsupportedError(
+                    f"the optimizer state of a parameter of shape {tuple(param.shape)} (local {tuple(record.shape)}) does not survive "
+                    f"saving and loading: {name} came back different. Please report this with the sharding that you use."
+                )
