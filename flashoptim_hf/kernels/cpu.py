@@ -1,7 +1,7 @@
-"""The compiled CPU path: `cpu/adamw.c` through ctypes. It needs no torch headers and is optional: without it the eager path serves.
+"""The compiled CPU path: the files in `cpu/` through ctypes. They need no torch headers; without them the eager path serves.
 
-The library is built with the package where there is a C compiler (see `pyproject.toml`). It uses torch's number of threads, and the widest
-instruction set that the processor has (AVX-512, AVX2, or what the compiler targets).
+One library for each `.c` file is built with the package where there is a C compiler (see `pyproject.toml`). It uses torch's number of
+threads, and the widest instruction set that the processor has (AVX-512, AVX2, or what the compiler targets).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.machinery
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,37 +20,48 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from .rule import Format, Segment, Segments
 
-LIBRARY = "_cpu_adamw"
+FUNCTIONS = MappingProxyType(
+    {
+        ("adamw", "log"): ("_cpu_adamw", "flashoptim_adamw_log"),
+        ("lion", "square"): ("_cpu_momentum", "flashoptim_lion_square"),
+        ("sgd", "square"): ("_cpu_momentum", "flashoptim_sgd_square"),
+    }
+)
+"""(rule, codec) to the library and its function: all that is compiled. The others take the eager path on a CPU."""
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library, or None where it was not built."""
+def library(name: str = "_cpu_adamw") -> ctypes.CDLL | None:
+    """A compiled library, or None where it was not built."""
     folder = Path(__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / (LIBRARY + suffix)
+        path = folder / (name + suffix)
         if path.exists():
-            return _load(path)
+            return _load(path, name)
     return None
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path, name: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.flashoptim_isa.restype = ctypes.c_int
-    loaded.flashoptim_adamw_log.argtypes = [
-        pointer, pointer, number, pointer, ctypes.c_int, ctypes.c_int, ctypes.c_float, ctypes.c_int, ctypes.c_int,
-    ]  # fmt: skip
-    loaded.flashoptim_adamw_log.restype = None
-    for name in ("flashoptim_log2", "flashoptim_exp2"):
-        function = getattr(loaded, name)
+    for home, entry in FUNCTIONS.values():
+        if home == name:
+            function = getattr(loaded, entry)
+            function.argtypes = [
+                pointer, pointer, number, pointer, ctypes.c_int, ctypes.c_int, ctypes.c_float, ctypes.c_int, ctypes.c_int,
+            ]  # fmt: skip
+            function.restype = None
+    for entry in ("flashoptim_log2", "flashoptim_exp2") if name == "_cpu_adamw" else ():
+        function = getattr(loaded, entry)
         function.argtypes, function.restype = [pointer, pointer, number, ctypes.c_int], None
     return loaded
 
 
 def supports(fmt: Format) -> bool:
-    """Whether the compiled path has this algorithm and codec; the others take the eager path on a CPU."""
-    return fmt.rule.name == "adamw" and fmt.codec.name == "log"
+    """Whether the compiled path has this algorithm and codec, and was built; the others take the eager path on a CPU."""
+    key = (fmt.rule.name, fmt.codec.name)
+    return key in FUNCTIONS and library(FUNCTIONS[key][0]) is not None
 
 
 @torch.no_grad()
@@ -70,15 +82,18 @@ def update_page(
     Raises:
         UnsupportedError: the library was not built, or does not have this rule and codec.
     """
-    loaded = library()
+    key = (fmt.rule.name, fmt.codec.name)
+    if key not in FUNCTIONS:
+        known = ", ".join(f"{rule} with codec={codec!r}" for rule, codec in FUNCTIONS)
+        raise UnsupportedError(
+            f"kernel='cpu' has no {fmt.rule.name} with codec={fmt.codec.name!r}, only {known}; use kernel='eager' or 'auto' for the others."
+        )
+    home, entry = FUNCTIONS[key]
+    loaded = library(home)
     if loaded is None:
         raise UnsupportedError(
             "kernel='cpu' needs the compiled library, which was not built when the package was installed. Install a C compiler (gcc or "
             "clang) and reinstall flashoptim-hf, or use kernel='eager'."
-        )
-    if not supports(fmt):
-        raise UnsupportedError(
-            f"kernel='cpu' has no {fmt.rule.name} with codec={fmt.codec.name!r}; use codec='log', or kernel='eager' or 'auto'."
         )
     if not len(segments) or (skip is not None and bool(skip)):
         return
@@ -88,7 +103,7 @@ def update_page(
         hyper = hyper.copy()
         hyper[:, 0] = [float(lr) for lr in columns.lr]
     addresses = (ctypes.c_void_p * 6)(*(plane.data_ptr() for plane in planes))
-    loaded.flashoptim_adamw_log(
+    getattr(loaded, entry)(
         rows.ctypes.data,
         hyper.ctypes.data,
         len(columns),

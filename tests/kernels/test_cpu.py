@@ -214,7 +214,7 @@ def test_asked_for_by_name():
 
 
 def test_without_the_library_the_eager_path_serves_with_one_warning(monkeypatch):
-    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(cpu, "library", lambda *_: None)
     select._automatic.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no C compiler"):
@@ -227,5 +227,5 @@ def test_without_the_library_the_eager_path_serves_with_one_warning(monkeypatch)
 
 
 def test_the_table_has_the_layout_of_the_c_struct():
-    assert ctypes.sizeof(ctypes.c_int64) * 8 == 64  # eight int64 fields, as `segment` in adamw.c
+    assert ctypes.sizeof(ctypes.c_int64) * 8 == 64  # eight int64 fields, as `segment` in page.h
     assert len(RULE.hyper) == 8

@@ -6,29 +6,9 @@
  */
 #ifndef BODY
 
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define DISPATCH 1
-#include <immintrin.h>
-#endif
+#include "page.h"
 
 #define GROUP 64
-/* The nearest whole number, ties to even, of |x| < 2^22, in a form that every compiler turns into vector instructions. */
-#define NEAREST(x) (((x) + 0x1.8p23f) - 0x1.8p23f)
-
-enum { BF16 = 0, FP16 = 1, FP32 = 2 };
-
-/* One parameter's part of a page: a row of `Segments.rows` in kernels/rule.py, all int64. */
-typedef struct {
-    int64_t param, grad;           /* addresses of the first element */
-    int64_t start;                 /* first element in the planes, a multiple of GROUP */
-    int64_t numel;
-    int64_t index;                 /* position of the first element in the parameter */
-    int64_t step;                  /* step count, this step included */
-    int64_t param_type, grad_type; /* BF16, FP16 or FP32 */
-} segment;
 
 /* fp32 scalars of one segment: `HYPER` in optim/adamw.py. */
 typedef struct {
@@ -44,65 +24,10 @@ typedef struct {
     void *correction; /* int8_t, int16_t, or unused */
 } planes;
 
-typedef struct {
-    int master_bits, dither;
-    float inv_scale;
-} options;
-
-typedef void (*run_groups)(const segment *, const hyper *, const planes *, const options *, int64_t first, int64_t last);
-
-static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-
-/* ------------------------------------------------------------------ fp16, one element at a time: rare on a CPU */
-
-static inline float half_to_float(uint16_t h) {
-    uint32_t magnitude = h & 0x7FFF;
-    /* exponent and mantissa in place, times 2^112: right for subnormals too */
-    float x = magnitude >= 0x7C00 ? float_of(magnitude << 13 | 0x7F800000) : float_of(magnitude << 13) * 0x1p112f;
-    return float_of(bits_of(x) | (uint32_t)(h & 0x8000) << 16);
-}
-
-static inline uint16_t float_to_half(float x) { /* to nearest even */
-    uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000;
-    u &= 0x7FFFFFFF;
-    if (u > 0x7F800000) return (uint16_t)(sign | 0x7E00);
-    if (u >= 0x477FF000) return (uint16_t)(sign | 0x7C00);
-    /* subnormal: an addition does the rounding, with the fp16 grid at the end of the mantissa */
-    if (u < 0x38800000) return (uint16_t)(sign | (bits_of(float_of(u) + 0.5f) - 0x3F000000));
-    u += 0xFFF + ((u >> 13) & 1);
-    return (uint16_t)(sign | ((u - 0x38000000) >> 13));
-}
-
-static inline float half_ulp_of_half(float p) {
-    float half = float_of(bits_of(p) & 0x7F800000) * 0x1p-11f;
-    return half > 0x1p-25f ? half : 0x1p-25f;
-}
-
-static inline float join_half(float p, float c, float limit) {
-    if (c == 0 || !(p - p == 0)) return p;
-    float half = half_ulp_of_half(p), unit = half / (limit + 1), whole = c * unit, moved = p + whole;
-    moved = moved + ((whole - (moved - p)) + (c / limit) * unit);
-    uint16_t h = float_to_half(p);
-    int inward = (c < 0) != (int)(bits_of(p) >> 31);
-    float reach = (h & 0x3FF) == 0 && (h & 0x7C00) > 0x400 && inward ? half * 0.5f : half;
-    float gap = float_of(bits_of(p) & 0x7F800000) * 0x1p-23f;
-    if (h & 1) reach = half - (gap > 0x1p-149f ? gap : 0x1p-149f);
-    return c > 0 ? (moved < p + reach ? moved : p + reach) : (moved > p - reach ? moved : p - reach);
-}
-
-static inline float correct_half(float w, uint16_t h, float limit) {
-    if ((h & 0x7C00) == 0x7C00) return 0;
-    float p = half_to_float(h), x = (w - p) / half_ulp_of_half(p);
-    x = x < -1 ? -1 : x > 1 ? 1 : x;
-    float scaled = x * (limit + 1), whole = __builtin_rintf(scaled);
-    return whole + __builtin_rintf((scaled - whole) - x);
-}
+#include "loop.h"
 
 /* ------------------------------------------------------------------ one body for each instruction set */
 
-#define JOIN2(a, b) a##b
-#define JOIN(a, b) JOIN2(a, b)
 #define BODY
 
 #ifdef DISPATCH
@@ -127,91 +52,25 @@ static inline float correct_half(float w, uint16_t h, float limit) {
 #define NAME(x) JOIN(x, _base)
 #include __FILE__
 
-/* 2: AVX-512, 1: AVX2 with FMA, 0: what the compiler targets. */
-int flashoptim_isa(void) {
-#ifdef DISPATCH
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return 2;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
-#endif
-    return 0;
-}
-
-#ifdef DISPATCH
-#define PICK(isa, name) ((isa) >= 2 ? JOIN(name, _avx512) : (isa) == 1 ? JOIN(name, _avx2) : JOIN(name, _base))
-#else
-#define PICK(isa, name) ((void)(isa), JOIN(name, _base))
-#endif
-
 /* log2 and exp2 of n numbers, n a multiple of 16, as the kernel computes them. For tests. */
 void flashoptim_log2(const float *x, float *y, int64_t n, int isa) { PICK(isa, many_log2)(x, y, n); }
 void flashoptim_exp2(const float *x, float *y, int64_t n, int isa) { PICK(isa, many_exp2)(x, y, n); }
 
-/* Groups that one task takes: enough to hide its start, few enough that threads finish together. */
-#define TASK 256
-static int64_t groups_of(const segment *s) { return (s->numel + GROUP - 1) / GROUP; }
-static int64_t tasks_of(const segment *s) { return (groups_of(s) + TASK - 1) / TASK; }
-
-/* One step of every segment; segments must not overlap. `isa` as from flashoptim_isa, or lower to force a path. */
+/* One step of every segment. `isa` as from flashoptim_isa, or lower to force a path. */
 void flashoptim_adamw_log(
     const segment *segments, const hyper *hypers, int64_t count, const planes *where, int master_bits, int dither, float inv_scale, int threads,
     int isa) {
-    run_groups run = PICK(isa, run);
     const options how = {master_bits, dither, inv_scale};
-    int64_t tasks = 0;
-    for (int64_t s = 0; s < count; s++) tasks += tasks_of(&segments[s]);
-    if (threads > tasks) threads = (int)(tasks ? tasks : 1);
-    #pragma omp parallel num_threads(threads)
-    {
-        int64_t s = 0, before = 0; /* tasks before segment s; each thread walks on from where it was */
-        #pragma omp for schedule(static)
-        for (int64_t task = 0; task < tasks; task++) {
-            while (task >= before + tasks_of(&segments[s])) before += tasks_of(&segments[s++]);
-            int64_t first = (task - before) * TASK, groups = groups_of(&segments[s]);
-            run(&segments[s], &hypers[s], where, &how, first, first + TASK < groups ? first + TASK : groups);
-        }
-    }
+    run_page(PICK(isa, run), segments, hypers, 1, count, where, &how, threads);
 }
 
 #else /* the body */
 
 #include "simd.h"
+#include "weights.h"
 
 static void NAME(many_log2)(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += W) NAME(save)(y + i, NAME(log2)(NAME(load)(x + i))); }
 static void NAME(many_exp2)(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += W) NAME(save)(y + i, NAME(exp2)(NAME(load)(x + i))); }
-
-/* bf16 bits in the upper half, and corrections, to fp32 masters: p + c u + (c / L) u with u = half an ulp / (L + 1), rounded once, as in
- * codecs/weight_split.py. In the integer view of fp32 the 2^16 patterns around a bf16 number are evenly spaced on both sides of a power of
- * two too, so one clamp keeps the result among those that round to p: a tie only where the mantissa is even. */
-OP V NAME(join)(I p, V c, float limit) {
-    I exponent = p & 0x7F800000;
-    V unit = (V)(exponent - (8 << 23)) * (1 / (limit + 1)), whole = c * unit, moved = (V)p + whole;
-    moved = moved + ((whole - (moved - (V)p)) + (c * (1 / limit)) * unit);
-    I d = (I)moved - p, reach = 0x8000 - ((p >> 16) & 1);
-    d = NAME(imax)(NAME(imin)(d, reach), -reach);
-    /* weights below 2^-118 and those that are not finite have no correction */
-    M has = NAME(ilt)((exponent - (9 << 23)) & 0x7FFFFFFF, (I){0} + (0x7F800000 - (9 << 23)));
-    return (V)(p + (I)NAME(keep)(has, (V)d));
-}
-
-/* fp32 to bf16 bits in the upper half, nearest even; NaN stays NaN. */
-OP I NAME(to_bf16)(V w) {
-    I u = (I)w, rounded = u + 0x7FFF + ((u >> 16) & 1);
-    M finite = NAME(ilt)(u & 0x7FFFFFFF, (I){0} + 0x7F800001);
-    return (I)NAME(pick)(finite, (V)rounded, (V)(u | 0x400000)) & -0x10000;
-}
-
-/* Corrections L x for x = (w - p) / half an ulp. In 16 bits as (L + 1) x - x, since L x would be rounded twice; see codecs/weight_split.py. */
-OP I NAME(correct)(V w, I p, float limit) {
-    I exponent = p & 0x7F800000;
-    M has = NAME(ilt)((exponent - (9 << 23)) & 0x7FFFFFFF, (I){0} + (0x7F800000 - (9 << 23)));
-    V x = NAME(keep)(has, (w - (V)p) * (V)((262 << 23) - exponent));
-    if (limit == 127) return NAME(to_i)(x * limit);
-    V scaled = x * (limit + 1), whole = NAME(nearest)(scaled);
-    return NAME(to_i)(whole + NAME(nearest)((scaled - whole) - x));
-}
 
 /* What a tile of groups carries from one pass to the next: registers would hold one group only, and a group's own chain of reductions and
  * divisions is too long to wait for. In passes over a tile the processor works on several groups at once. All of it stays in the L1 cache. */
@@ -371,40 +230,19 @@ static __attribute__((noinline)) void NAME(any_group)(
     const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, int n) {
     const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
     const int bits = how->master_bits;
-    const float limit = bits == 24 ? 127 : 32767;
-    float w[GROUP] = {0}, grad[GROUP] = {0}, c[W];
+    float w[GROUP] = {0}, grad[GROUP] = {0};
     int8_t m[GROUP] = {0};
     uint8_t v[GROUP] = {0};
     memcpy(m, where->m + element, (size_t)n);
     memcpy(v, where->v + element, (size_t)n);
-    for (int i = 0; i < n; i++) {
-        const uint16_t *g16 = (const uint16_t *)s->grad + at, *p16 = (const uint16_t *)s->param + at;
-        grad[i] = s->grad_type == FP32 ? ((const float *)s->grad)[at + i] : s->grad_type == FP16 ? half_to_float(g16[i]) : float_of((uint32_t)g16[i] << 16);
-        w[i] = s->param_type == FP32 ? ((const float *)s->param)[at + i] : s->param_type == FP16 ? half_to_float(p16[i]) : float_of((uint32_t)p16[i] << 16);
-        if (!bits) continue;
-        c[0] = bits == 24 ? ((const int8_t *)where->correction)[element + i] : ((const int16_t *)where->correction)[element + i];
-        c[0] = c[0] < -limit ? -limit : c[0];
-        w[i] = s->param_type == FP16 ? join_half(w[i], c[0], limit) : NAME(join)((I)NAME(set)(w[i]), NAME(set)(c[0]), limit)[0];
-    }
+    NAME(read_any)(s, where->correction, bits, at, n, w, grad);
     const segment local = {(int64_t)(intptr_t)w, (int64_t)(intptr_t)grad, 0, GROUP, s->index + at, s->step, FP32, FP32};
     const planes buffers = {m, v, where->hi + group, where->step + group, where->umax + group, 0};
     if (how->dither) NAME(groups)(&local, h, &buffers, how, 0, 1, FP32, FP32, 0, 1);
     else NAME(groups)(&local, h, &buffers, how, 0, 1, FP32, FP32, 0, 0);
     memcpy(where->m + element, m, (size_t)n);
     memcpy(where->v + element, v, (size_t)n);
-    for (int i = 0; i < n; i++) {
-        if (s->param_type == FP32) {
-            ((float *)s->param)[at + i] = w[i];
-            continue;
-        }
-        I p = NAME(to_bf16)(NAME(set)(w[i]));
-        uint16_t h16 = s->param_type == FP16 ? float_to_half(w[i]) : (uint16_t)((uint32_t)p[0] >> 16);
-        ((uint16_t *)s->param)[at + i] = h16;
-        int32_t correction = 0;
-        if (bits) correction = s->param_type == FP16 ? (int32_t)correct_half(w[i], h16, limit) : NAME(correct)(NAME(set)(w[i]), p, limit)[0];
-        if (bits == 24) ((int8_t *)where->correction)[element + i] = (int8_t)correction;
-        if (bits == 32) ((int16_t *)where->correction)[element + i] = (int16_t)correction;
-    }
+    NAME(write_any)(s, where->correction, bits, at, n, w);
 }
 
 /* The groups [first, last) of a segment: those that are full and of a common type in registers, the others one by one. */
