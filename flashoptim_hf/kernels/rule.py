@@ -75,20 +75,28 @@ class Segments:
     """Many segments as columns, so that a step over hundreds of tensors costs a few array operations instead of hundreds of objects.
 
     Attributes:
-        params, grads: the segments' tensors, as in `Segment`. They also keep what the addresses point to alive.
+        params, grads: contiguous tensors of any shape that hold the segments. They also keep what the addresses point to alive.
         rows: int64 (segments, 8): addresses of param and grad, start, numel, index, step, and the codes of both dtypes.
         hyper: fp32 (segments, len(rule.hyper)); column 0, the learning rate, is not valid where `lr` is set.
+        cuts: for each segment, where it begins and ends in its flattened tensors; None where it is all of them.
         lr: for each segment, the learning rate as a 0-dim tensor on the page's device; None where all are numbers in `hyper`.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], rows: np.ndarray, hyper: np.ndarray, lr: Sequence[Tensor] | None
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        rows: np.ndarray,
+        hyper: np.ndarray,
+        lr: Sequence[Tensor] | None,
+        cuts: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.params = params
         self.grads = grads
         self.rows = rows
         self.hyper = hyper
         self.lr = lr
+        self.cuts = cuts
 
     @classmethod
     def of(cls, segments: Sequence[Segment] | Segments) -> Segments:
@@ -115,6 +123,10 @@ class Segments:
 
     def __iter__(self) -> Iterator[Segment]:
         for i, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+            param, grad = param.view(-1), grad.view(-1)
+            if self.cuts is not None:
+                begin, end = self.cuts[i]
+                param, grad = param[begin:end], grad[begin:end]
             _, _, start, _, index, step, _, _ = (int(number) for number in self.rows[i])
             hyper = tuple(float(number) for number in self.hyper[i])
             yield Segment(param, grad, start, index, step, hyper if self.lr is None else (self.lr[i], *hyper[1:]))

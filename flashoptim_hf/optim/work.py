@@ -77,22 +77,19 @@ class _PageWork:
         rows[:, GRAD_TYPE] = flat.grad_types[owners]
         params = [flat.params[i] for i in self.list]
         grads = [flat.grads[i] for i in self.list]
-        if self.cuts is not None:
-            params = [param[a:b] for param, (a, b) in zip(params, self.cuts, strict=True)]
-            grads = [grad[a:b] for grad, (a, b) in zip(grads, self.cuts, strict=True)]
-        return Segments(params, grads, rows, hyper[owners], None if lr is None else [lr[i] for i in self.list])
+        return Segments(params, grads, rows, hyper[owners], None if lr is None else [lr[i] for i in self.list], self.cuts)
 
 
 class _Flat:
-    """All parameters and gradients of a step as flat contiguous tensors, and their addresses as arrays.
+    """All parameters and gradients of a step as contiguous tensors, and their addresses as arrays.
 
-    A parameter of another layout is copied, updated and written back. The flat views of parameters are kept from step to step.
+    A parameter of another layout is copied, updated and written back.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.sources = [param.detach() for param in params]
         self.strided = [i for i, param in enumerate(self.sources) if not param.is_contiguous()]
-        self.params = [param.contiguous().view(-1) for param in self.sources]
+        self.params = [param.contiguous() for param in self.sources]
         self.source_addresses = _addresses(self.sources)
         self.addresses = _addresses(self.params)
         self.itemsizes = np.array([param.itemsize for param in params], dtype=np.int64)
@@ -109,13 +106,13 @@ class _Flat:
     def take(self, grads: Sequence[Tensor]) -> None:
         """Read the weights of strided parameters and the addresses of this step's gradients."""
         for i in self.strided:
-            self.params[i] = self.sources[i].contiguous().view(-1)
+            self.params[i] = self.sources[i].contiguous()
             self.addresses[i] = self.params[i].data_ptr()
         codes = [DTYPE_CODE.get(grad.dtype, -1) for grad in grads]
         if -1 in codes:
             grads = [grad if code >= 0 else grad.float() for grad, code in zip(grads, codes, strict=True)]
             codes = [DTYPE_CODE[grad.dtype] for grad in grads]
-        self.grads = [(grad if grad.is_contiguous() else grad.contiguous()).view(-1) for grad in grads]
+        self.grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
         self.grad_addresses = _addresses(self.grads)
         self.grad_types = np.array(codes, dtype=np.int64)
         self.grad_itemsizes = np.where(self.grad_types == DTYPE_CODE[torch.float32], 4, 2)
@@ -123,7 +120,7 @@ class _Flat:
     def write_back(self) -> None:
         """Copy the new weights of strided parameters to where they belong, and let this step's gradients go."""
         for i in self.strided:
-            self.sources[i].copy_(self.params[i].view(self.sources[i].shape))
+            self.sources[i].copy_(self.params[i])
         self.grads = []
 
 
