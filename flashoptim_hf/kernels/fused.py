@@ -245,15 +245,16 @@ class _Tables:
         self.programs = len(blocks)
         ends = np.cumsum([_round_up(array.nbytes) for array in (rows, hyper, blocks)]).tolist()
         sent = torch.empty(ends[2], dtype=torch.uint8, device=where)
-        # pinned, so that the copy neither waits for the device nor holds the host up
-        host = sent if where.type == "cpu" else torch.empty(ends[2], dtype=torch.uint8, pin_memory=True)
+        host = sent if where.type == "cpu" else _host_bytes(ends[2])
 
+        assert not (rows[:, 2] % ALIGN).any()
         if segments.lr is None:
             rows[:, 6] = sent.data_ptr() + ends[0] + np.arange(len(chosen)) * hyper.itemsize * hyper.shape[1]
         else:
-            lr = [segments.lr[i].detach().to(where, torch.float32) for i in chosen]
-            rows[:, 6] = [tensor.data_ptr() for tensor in lr]
-            self._keep = lr  # until the launch, behind which the allocator reuses memory in order
+            chosen_lr = [segments.lr[i] for i in chosen]
+            # kept until the launch, behind which the allocator reuses memory in order
+            self._lr = {id(lr): lr.detach().to(where, torch.float32) for lr in chosen_lr}
+            rows[:, 6] = [self._lr[id(lr)].data_ptr() for lr in chosen_lr]
         aligned = all(plane.data_ptr() % 16 == 0 for plane in planes)
         rows[:, 7] = aligned & ((rows[:, 0] | rows[:, 1]) % 16 == 0)
 
@@ -265,6 +266,14 @@ class _Tables:
         self.rows = sent[: ends[0]].view(torch.int64)
         self.hyper = sent[ends[0] : ends[1]].view(torch.float32)
         self.blocks = sent[ends[1] :].view(torch.int32)
+
+
+def _host_bytes(count: int) -> Tensor:
+    """Host memory to copy from: pinned, so that the copy holds nobody up, or pageable where pinning is refused."""
+    try:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(count, dtype=torch.uint8)
 
 
 def _round_up(nbytes: int) -> int:

@@ -9,6 +9,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -85,7 +86,21 @@ def page(
         ]
         if step <= warm:
             eager.update_page(made.planes, made.segments, made.fmt)
+    # what no segment covers is junk, and must neither be read into a group nor written
+    for plane, outside in zip(made.planes, uncovered(made), strict=True):
+        plane.view(torch.uint8).view(len(plane), -1)[outside] = 0x5A
     return made
+
+
+def uncovered(p: Page) -> list[Tensor]:
+    """For each plane, which of its entries belong to no element of any segment."""
+    masks = []
+    for group, plane in zip([*(plane.group for plane in p.fmt.codec.planes), 1], p.planes, strict=False):
+        outside = torch.ones(len(plane), dtype=torch.bool)
+        for s in p.segments:
+            outside[s.start // group : -(-(s.start + s.param.numel()) // group)] = False
+        masks.append(outside)
+    return masks
 
 
 def both(start: Page, **options: Any) -> tuple[Page, Page]:
@@ -137,11 +152,7 @@ def assert_same_log_states(fast: Page, slow: Page) -> None:
 
 def assert_untouched(before: Page, after: Page) -> None:
     """Everything in the planes outside the segments keeps every bit."""
-    specs = [plane.group for plane in before.fmt.codec.planes] + [1]
-    for group, old, new in zip(specs, before.planes, after.planes, strict=False):
-        outside = torch.ones(len(old), dtype=torch.bool)
-        for s in before.segments:
-            outside[s.start // group : -(-(s.start + s.param.numel()) // group)] = False
+    for outside, old, new in zip(uncovered(before), before.planes, after.planes, strict=True):
         assert outside.any()
         assert torch.equal(old[outside].view(torch.uint8), new[outside].view(torch.uint8))
 
@@ -323,6 +334,35 @@ def test_no_dither_carries_a_code_beyond_its_end(multipliers: tuple[int, int], f
             if code == expected:  # else m is relative to another r
                 assert (fast.planes[0][place].int() - slow.planes[0][place].int()).abs() <= (gradient != 0)
             assert (fast.planes[0][place] != 0) == (gradient != 0)
+
+
+def test_an_element_above_its_rounded_maximum_keeps_code_127() -> None:
+    """umax may be rounded below the largest u by 15 ulps; the largest dither must not take such an element to 128, which is -128."""
+    step, (element, time) = 3, MCODE_DITHER
+    i = (2**32 - 1 - step * time) * pow(element, -1, 2**32) % 2**32
+    start = page((64,) * 32, dtype=FP32, bits=0, warm=0)
+    target = 3.15625  # a bf16 number; u = m / r is it, or a few ulps more or less
+    lr, decay, beta1, _, beta2, rest, *others = hyper(step)
+    for number, s in enumerate(start.segments):
+        s.index, s.step = i, step
+        s.hyper = (lr, decay, beta1, target * rest**0.5, beta2, rest, *others)
+        s.grad = torch.full((64,), 1e-3 * 1.01**number)
+    fast, _ = both(start)
+    firsts = [s.start for s in start.segments]
+    r = torch.exp2(fast.planes[2][[first // 64 for first in firsts]])
+    m = torch.stack([s.grad[0] * s.hyper[3] for s in start.segments])
+    umax = fast.planes[4].float()[[first // 64 for first in firsts]]
+    assert ((m / r) > umax).any(), "no group is the case that this test is for"
+    assert (fast.planes[0][firsts] == 127).all()
+
+
+def test_only_what_lies_on_16_bytes_takes_the_wide_path() -> None:
+    start = page((512, 512, 512), dtype=FP32, bits=0, warm=0)
+    start.segments[1].grad = torch.zeros(513)[1:]
+    start.segments[2].param = torch.zeros(513)[1:]
+    for planes, expected in ((start.planes, [1, 0, 0]), ([*start.planes[:-1], torch.zeros(99, dtype=BF16)[1:]], [0, 0, 0])):
+        tables = fused._Tables(Segments.of(start.segments), np.arange(3), planes)
+        assert tables.rows.view(3, fused.ROW)[:, 7].tolist() == expected
 
 
 def test_unaligned_segments_are_updated_all_the_same() -> None:
