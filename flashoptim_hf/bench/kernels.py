@@ -158,7 +158,11 @@ def measure(archs: list[int], kernels: list[Variant], *, peers: bool) -> Report:
         archs: 80, 90, 100, ...
         kernels: ours.
         peers: whether to compile flashoptim's AdamW kernel for the weight formats among `kernels` that it has.
+
+    Raises:
+        UnsupportedError: Triton is missing, or is set to interpret.
     """
+    _triton.require()
     report = Report("kernels", DEVICE.format(", ".join(f"sm_{arch}" for arch in archs)))
     with_peer = peers and importlib.util.find_spec("flashoptim") is not None
     for variant in kernels:
