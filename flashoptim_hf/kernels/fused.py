@@ -271,9 +271,9 @@ class _Tables:
 def _host_bytes(count: int) -> Tensor:
     """Host memory to copy from: pinned, so that the copy holds nobody up, or pageable where pinning is refused."""
     try:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:
-        return torch.empty(count, dtype=torch.uint8)
+        return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 
 def _round_up(nbytes: int) -> int:

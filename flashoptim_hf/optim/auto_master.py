@@ -5,13 +5,13 @@ weight stands still however long the update points the same way. So every `INTER
 compared before and after the step. Where more than `SHARE` of those that should have moved (their first state is not zero) did not, the
 tensor gets 16-bit corrections from the next step on, for one byte more per parameter.
 
-Nobody waits for this: the sample is taken and compared on the device, and the answer is read one step later.
+The decision is made at the end of the step that was looked at, so that it does not depend on when state is saved. It waits for the device,
+once in `INTERVAL` steps.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +37,9 @@ class _Sample:
         self.records = records
         # another part of each tensor every time
         self.cuts = [(look * SAMPLE) % max(record.block.numel - SAMPLE + 1, 1) for record in records]
-        sizes = torch.tensor([min(SAMPLE, record.block.numel) for record in records])
-        self.owner = torch.repeat_interleave(torch.arange(len(records)), sizes).to(records[0].pool.key.device)
+        sizes = torch.tensor([min(SAMPLE, record.block.numel) for record in records], device="cpu")
+        owner = torch.repeat_interleave(torch.arange(len(records), device="cpu"), sizes)
+        self.owner = owner.to(records[0].pool.key.device)
         self.before = self.masters()
 
     def _cat(self, tensors: list[Tensor]) -> Tensor:
@@ -64,7 +65,6 @@ class AutoMaster:
 
     def __init__(self) -> None:
         self._samples: list[_Sample] = []
-        self._answers: list[tuple[_Sample, Callable[[], Tensor]]] = []
 
     def before(self, plan: StepPlan, param_groups: list[dict[str, Any]], layout: Layout) -> None:
         """Take a sample, if this step is one to look at. Call when the step's numbers are known and nothing has been launched."""
@@ -83,31 +83,32 @@ class AutoMaster:
                 records.append(record)
         self._samples = [_Sample(params, records, steps // INTERVAL) for params, records in members.values()]
 
-    def discard(self) -> None:
-        """Forget the sample: the step after it did not happen."""
-        self._samples = []
+    def after(self, layout: Layout, skipped: bool) -> list[Tensor]:
+        """Compare with the sample. Call when the step has been launched.
 
-    def after(self, layout: Layout) -> bool:
-        """Compare the last sample, and act on what an earlier comparison said. Call before a step.
+        Args:
+            skipped: the step did not happen, since a gradient was not finite: no verdict.
 
         Returns:
-            Whether parameters have to move to another pool.
+            the parameters that need more bits; their records are where they were.
         """
-        promoted: list[Tensor] = []
-        for sample, read in self._answers:
-            promoted += [param for param, share in zip(sample.params, read().tolist(), strict=True) if share > SHARE]
-        self._answers = []
-        if self._samples:
-            layout.synchronize()
-            for sample in self._samples:
-                backend = layout.engine(sample.owner.device).backend
-                self._answers.append((sample, backend.read_later(sample.swallowed())))
-            self._samples = []
+        samples, self._samples = self._samples, []
+        if skipped or not samples:
+            return []
+        layout.synchronize()
+        promoted = [
+            param for sample in samples for param, share in zip(sample.params, sample.swallowed().tolist(), strict=True) if share > SHARE
+        ]
         if promoted:
             layout.promoted.update(promoted)
             warnings.warn(
                 f"master_bits='auto': {len(promoted)} parameters get 32-bit master weights from now on (one byte more per parameter), "
                 f"since more than {SHARE:.0%} of their updates were too small for 24 bits at this learning rate.",
-                stacklevel=5,
+                stacklevel=6,
             )
-        return bool(promoted)
+        return promoted
+
+    @property
+    def looking(self) -> bool:
+        """Whether a sample waits to be compared."""
+        return bool(self._samples)

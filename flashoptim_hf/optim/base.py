@@ -19,7 +19,7 @@ from ..paging.store import Page
 from . import checkpoint, options, sharded
 from .auto_master import AutoMaster
 from .finite import Guard
-from .layout import CORRECTION, Layout, codec_views, local
+from .layout import CORRECTION, STEP, Layout, codec_views, local
 from .report import MemoryReport, build_report
 from .work import Gradients, StepPlan
 
@@ -42,8 +42,9 @@ class FlashOptimizer(Optimizer):
         device_budget_bytes: state that stays on the device although it is paged. Default 0.
         transport: "staged" (default): pages are copied to the device and back.
         gradient_release: step each page during backward. Default False.
-        nonfinite: what a NaN or an infinity in any gradient does: "skip" (default) leaves weights, state and step counts of that step
-            untouched and warns once, "raise" raises `FloatingPointError` (and waits for the device at each step), "off" does not look.
+        nonfinite: what a NaN, an infinity or a number above 4e18 in any gradient does: "skip" (default) leaves weights, state and step
+            counts of that step untouched and warns once, "raise" raises `FloatingPointError` (and waits for the device at each step), "off"
+            does not look.
         dither: deterministic dither when states are rounded (default True), instead of rounding to nearest.
         kernel: "auto" (default), "fused" (Triton), "cpu" (compiled C), or "eager" (plain torch).
         simulate: seed of the simulated device, for tests; None (default) uses the parameter's own device.
@@ -126,10 +127,7 @@ class FlashOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._guard.settle():
-            self._auto.discard()
-        if self._auto.after(self._layout):
-            self._plan = None
+        self._guard.settle()
         gradients = Gradients(self.param_groups)
         verdict = self._guard.check(gradients.grads, self.param_groups, getattr(self, "found_inf", None))
         if gradients.params and not verdict.skip:
@@ -137,17 +135,6 @@ class FlashOptimizer(Optimizer):
                 self._plan = self._make_plan(gradients)
             self._update(self._plan, gradients, verdict.flags)
         return loss
-
-    def _settle(self) -> None:
-        """Bring everything to an end that a step left for the next one to finish: a save must not lose it."""
-        if self._guard.settle():
-            self._auto.discard()
-        # twice: the first call compares what the last step did, the second reads the answer
-        if any([self._auto.after(self._layout), self._auto.after(self._layout)]):
-            self._plan = None
-            groups = {param: group for group in self.param_groups for param in group["params"]}
-            for param in self._layout.ensure((param, groups[param]) for param in self._layout.promoted if param in groups):
-                self.state[param] = self._layout.records[param].views
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of the state: copies on the host, which later steps do not change. See `optim/checkpoint.py` for the format."""
@@ -163,7 +150,6 @@ class FlashOptimizer(Optimizer):
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
         self.synchronize()
         state = {param: dict(values) for param, values in self.state.items()}
         return {"defaults": self.defaults, "state": state, "param_groups": self.param_groups}
@@ -199,7 +185,7 @@ class FlashOptimizer(Optimizer):
         values = record.pool.fmt.codec.decode(codec_views(record), record.block.numel)
         decoded = {state.name: value.view(record.shape) for state, value in zip(record.pool.fmt.rule.states, values, strict=True)}
         weight = local(param).detach()
-        if CORRECTION in record.views:
+        if CORRECTION in record.views and weight.dtype == record.pool.key.dtype:
             correction = record.views[CORRECTION]
             weight = weight.to(correction.device)
             decoded["master_weight"] = weight_split.join(weight.contiguous().view(-1), correction.view(-1)).view(record.shape)
@@ -211,6 +197,8 @@ class FlashOptimizer(Optimizer):
         """Forget the corrections of one parameter, or of all: the weights as they stand become the master weights."""
         self.synchronize()
         records = self._layout.records
+        if param is not None and param not in records:
+            return  # no state, so no correction
         for record in records.values() if param is None else [records[param]]:
             if CORRECTION in record.views:
                 record.views[CORRECTION].zero_()
@@ -245,7 +233,10 @@ class FlashOptimizer(Optimizer):
             return
         present = {param for group in self.param_groups for param in group["params"]}
         orphans = [param for param in records if param not in present]
-        for param in [*orphans, *(param for param in records if param in present and param not in self.state)]:
+        # an entry that was taken out or emptied by hand is a wish to start anew
+        emptied = [param for param, record in records.items() if param in present and self.state.get(param) is not record.views]
+        emptied += [param for param, record in records.items() if param in present and STEP not in record.views]
+        for param in dict.fromkeys([*orphans, *emptied]):
             self._layout.drop(param)
             self.state.pop(param, None)
         if orphans and not self._warned_orphans:
@@ -284,6 +275,13 @@ class FlashOptimizer(Optimizer):
                 self._layout.synchronize()
                 sharded.self_check(self._layout.records)
         self._guard.defer(flags, plan, self._layout)
+        if self._auto.looking:
+            promoted = self._auto.after(self._layout, skipped=self._guard.settle())
+            if promoted:
+                self._plan = None
+                groups = {param: group for group in self.param_groups for param in group["params"]}
+                for param in self._layout.ensure((param, groups[param]) for param in promoted):
+                    self.state[param] = self._layout.records[param].views
 
     def _inv_scale(self, device: torch.device) -> Tensor | None:
         """1 / the scale that `GradScaler` left on this optimizer, on `device`."""

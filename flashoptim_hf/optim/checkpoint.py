@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 FORMAT_KEY = "flashoptim_format"
 FORMAT = 1
+DTYPE_KEY = "weight_dtype"
+"""dtype of a group's weights when it was saved, or "mixed"."""
 
 
 def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """A snapshot: every tensor a copy of its own on the CPU. `base_state_dict` is torch's own `state_dict`, which runs the hooks."""
-    optimizer._settle()
     optimizer.synchronize()
     saved = base_state_dict()
     owners = {id(record.views): (param, record) for param, record in optimizer._layout.records.items()}
@@ -48,13 +49,16 @@ def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]
             if id(values) in owners:
                 param, record = owners[id(values)]
                 saved["state"][key] = sharded.outgoing(param, record.pool.fmt.codec, saved["state"][key])
-    for group in saved["param_groups"]:
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         group[FORMAT_KEY] = FORMAT
+        # what a correction means depends on the weight's dtype, which no file with the state alone would tell
+        dtypes = {str(param.dtype).removeprefix("torch.") for param in own["params"]}
+        group[DTYPE_KEY] = dtypes.pop() if len(dtypes) == 1 else "mixed"
     return saved
 
 
 def _copy(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value) if isinstance(value, Tensor) else deepcopy(value)
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value) if isinstance(value, Tensor) else deepcopy(value)
 
 
 @torch.no_grad()
@@ -118,6 +122,7 @@ class _Incoming:
                 f"no codec that is known here ({error})"
             ) from None
         self.moved = False
+        self.foreign = group.get(DTYPE_KEY, "mixed") not in ("mixed", str(param.dtype).removeprefix("torch."))
         if STEP in values:
             self.values, self.moved = sharded.incoming(param, self.codec, values, int(values[STEP]))
             values = self.values
@@ -156,7 +161,7 @@ class _Incoming:
             decoded = self.codec.decode([source.cpu() for source in sources], record.block.numel)
             home = codec_views(record)[0].device
             target.encode([value.to(home) for value in decoded], codec_views(record), step=step)
-        if CORRECTION in record.views and CORRECTION in self.values:
+        if CORRECTION in record.views and CORRECTION in self.values and not self.foreign:
             copy_correction(record.views[CORRECTION], self.values[CORRECTION])
         record.set_step(step)
         return not same
@@ -200,7 +205,8 @@ def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dic
                 f"group {j} of the state has {len(saved['params'])} parameters, and this optimizer's has {len(group['params'])}: {shapes}. "
                 "Was the model changed, for example other LoRA target modules or other frozen layers?"
             )
-        order = {name: i for i, name in enumerate(own)} if theirs and "param_names" in group else None
+        known = theirs and "param_names" in group and len(set(own)) == len(own)  # names that repeat say nothing
+        order = {name: i for i, name in enumerate(own)} if known else None
         for i, key in enumerate(saved["params"]):
             k = order[theirs[i]] if order and theirs else i
             matched[key] = (group["params"][k], own[k], saved)
@@ -216,7 +222,7 @@ def _replace_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]
     """Take over every saved option except where and how this optimizer stores its state."""
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         kept = {name: group[name] for name in (*STORAGE, "params", "param_names") if name in group}
-        group.update({name: value for name, value in saved.items() if name not in kept and name not in (FORMAT_KEY, *PLACEMENT)})
+        group.update({name: value for name, value in saved.items() if name not in kept and name not in (FORMAT_KEY, DTYPE_KEY, *PLACEMENT)})
 
 
 def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming]) -> None:
@@ -227,6 +233,7 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming])
         if param not in incoming:
             layout.drop(param)
     optimizer.state = defaultdict(dict)
+    layout.promoted.clear()
     for param, entry in incoming.items():
         correction = entry.values.get(CORRECTION)
         if groups[param]["master_bits"] == "auto" and correction is not None and correction.dtype == CORRECTION_DTYPE[32]:
@@ -235,7 +242,11 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming])
     recoded = [entry for param, entry in incoming.items() if entry.write(layout.records[param])]
     for param in incoming:
         optimizer.state[param] = layout.records[param].views
-    lost = [param for param, entry in incoming.items() if (CORRECTION in entry.values) != (CORRECTION in layout.records[param].views)]
+    lost = [
+        param
+        for param, entry in incoming.items()
+        if (CORRECTION in entry.values) != (CORRECTION in layout.records[param].views) or (entry.foreign and CORRECTION in entry.values)
+    ]
     if recoded:
         warnings.warn(
             f"the state of {len(recoded)} parameters was stored with codec={recoded[0].codec.name!r} and has been stored anew with "

@@ -20,6 +20,9 @@ from torch import Tensor
 from .layout import Layout, local
 from .work import StepPlan
 
+LIMIT = 2.0**62
+"""Gradients of this magnitude and above count as infinite: their square, and with it the second moment, would leave what fp32 holds."""
+
 
 @dataclass
 class Verdict:
@@ -63,8 +66,8 @@ class Guard:
                 return Verdict()
             if self.policy == "raise":
                 raise FloatingPointError(
-                    "a gradient holds NaN or infinity; weights and optimizer state are unchanged. With nonfinite='skip' such steps are "
-                    "left out."
+                    "a gradient holds NaN, infinity or a number above 4e18; weights and optimizer state are unchanged. With "
+                    "nonfinite='skip' such steps are left out."
                 )
             self._count_one()
             return Verdict(skip=True)
@@ -99,7 +102,8 @@ class Guard:
                 by_device.setdefault(grad.device, []).append(grad)
         flags = {}
         for device, tensors in by_device.items():
-            flags[device] = (~torch.isfinite(_probe(tensors, device))).float()
+            # written so that NaN counts as too large
+            flags[device] = (~(_probe(tensors, device) < LIMIT)).float()
         return flags
 
     def _count_one(self) -> None:
@@ -115,11 +119,11 @@ class Guard:
 
 
 def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """A number that is finite exactly if every element of every tensor is; 0-dim, on `device`."""
+    """A number below `LIMIT` exactly if the magnitude of every element of every tensor is; 0-dim, on `device`."""
     if device.type == "cpu":
-        # sums are many times faster here than norms; one that is not finite may also be an overflow, so then look closely
-        total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).sum()
-        if bool(torch.isfinite(total)):
+        # sums are many times faster here than norms; a large one may also come from many elements, so then look closely
+        total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).abs().amax()
+        if bool(total < LIMIT):
             return total
     # the largest magnitude is finite exactly if every element is; NaN wins every comparison in this norm
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

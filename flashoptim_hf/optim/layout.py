@@ -138,6 +138,8 @@ class Layout:
             if record is None or record.pool.key != key:
                 wanted.setdefault(key, []).append(param)
         changed: list[Tensor] = []
+        if any(param in self.records for members in wanted.values() for param in members):
+            self.synchronize()  # what moves is read at home, where write-backs may still be under way
         for key, members in wanted.items():
             pool = self.pool(key)
             counter = np.zeros(len(members), dtype=np.int64)

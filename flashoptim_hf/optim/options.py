@@ -19,6 +19,9 @@ PLACEMENT = ("paged", "page_bytes", "device_budget_bytes", "transport", "gradien
 STORAGE = ("codec", "master_bits", "dither")
 """Options that say how numbers are stored. A checkpoint carries them; loading keeps the optimizer's own and converts."""
 
+SMALLEST_PAGE = 1024
+"""Bytes in which 64 elements fit with every codec and correction."""
+
 CHOICES = {
     "transport": ("staged",),
     "nonfinite": ("skip", "raise", "off"),
@@ -45,8 +48,8 @@ def check_defaults(options: dict[str, Any]) -> None:
             options[name] = parse_bytes(options[name])
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}: {error}") from None
-    if options["page_bytes"] <= 0:
-        raise ConfigurationError(f"page_bytes={options['page_bytes']} must be positive, for example '32MiB'.")
+    if options["page_bytes"] < SMALLEST_PAGE:
+        raise ConfigurationError(f"page_bytes={options['page_bytes']} must be at least {SMALLEST_PAGE}; '32MiB' is usual.")
     if options["device_budget_bytes"]:
         raise ConfigurationError(
             "device_budget_bytes: a budget for resident pages is not available yet; use 0, or paged=False to keep all state on the device."

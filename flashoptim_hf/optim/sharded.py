@@ -107,7 +107,7 @@ def incoming(param: Tensor, codec: Codec, values: Mapping[str, Any], step: int) 
         flat = found[name].reshape(-1)
         if flat.numel() != numel // run:
             return found, False  # another shape: the caller names it
-        first = flat[(torch.arange(-(-numel // group)) * group) // run]
+        first = flat[(torch.arange(-(-numel // group), device="cpu") * group) // run]
         exact = exact and torch.equal(_bits(first.repeat_interleave(group // run)[: flat.numel()]), _bits(flat))
         joined[name] = first
     return (joined, False) if exact else (_encode_anew(codec, found, groups, row, numel, step), True)
@@ -130,7 +130,7 @@ def _in(param: Tensor, value: Tensor, group: int | None) -> Tensor:
         run = _run(row, group)
         if value.numel() != -(-param.numel() // group):
             return value
-        value = value[(torch.arange(rows * (row // run)) * run) // group].view(rows, row // run)
+        value = value[(torch.arange(rows * (row // run), device="cpu") * run) // group].view(rows, row // run)
     if value.shape == local(param).shape and group is None and value.shape != param.shape:
         return value
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -151,15 +151,15 @@ def _encode_anew(codec: Codec, found: dict[str, Any], groups: dict[str, int], ro
             flat = found[plane.name].reshape(-1)
             if plane.group == 1:
                 # a run as a group of its own, with zeros behind it
-                padded = torch.zeros(stop - start, codec.group, dtype=plane.dtype)
+                padded = torch.zeros(stop - start, codec.group, dtype=plane.dtype, device="cpu")
                 padded[:, :run] = flat[start * run : stop * run].view(-1, run)
                 planes.append(padded.view(-1))
             else:
-                planes.append(flat[(torch.arange(start, stop) * run) // _run(row, plane.group)])
+                planes.append(flat[(torch.arange(start, stop, device="cpu") * run) // _run(row, plane.group)])
         decoded = codec.decode(planes, (stop - start) * codec.group)
         parts.append([value.view(stop - start, codec.group)[:, :run].reshape(-1) for value in decoded])
     values = [torch.cat(column) for column in zip(*parts, strict=True)]
-    planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype) for plane in codec.planes]
+    planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype, device="cpu") for plane in codec.planes]
     codec.encode(values, planes, step=step)
     shapes = {plane.name: found[plane.name].shape for plane in codec.planes if plane.group == 1}
     encoded = {p.name: v.view(shapes[p.name]) if p.group == 1 else v for p, v in zip(codec.planes, planes, strict=True)}

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..kernels.rule import DTYPE_CODE, Segments
 from ..paging.store import Page
+from .layout import STEP as STEP_KEY
 from .layout import Layout, Pool, Record, local
 
 PARAM, GRAD, START, NUMEL, INDEX, STEP, PARAM_TYPE, GRAD_TYPE = range(8)
@@ -99,8 +100,10 @@ class _Flat:
 
     def holds(self, params: Sequence[Tensor]) -> bool:
         """Whether the parameters still lie where they did; one that was converted, moved or resized does not."""
-        return bool(np.array_equal(_addresses(params), self.source_addresses)) and all(
-            param.shape == shape for param, shape in zip(params, self.shapes, strict=True)
+        return (
+            bool(np.array_equal(_addresses(params), self.source_addresses))
+            and all(param.shape == shape for param, shape in zip(params, self.shapes, strict=True))
+            and [i for i, param in enumerate(params) if not param.is_contiguous()] == self.strided
         )
 
     def take(self, grads: Sequence[Tensor]) -> None:
@@ -142,11 +145,12 @@ class StepPlan:
         self._listed, self._groups = list(gradients.params), list(gradients.groups)
         self._rule = layout.rule
         self._options = self._storage_options(param_groups)
-        self._state, self._entries = state, len(state)
+        self._state = state
         numbers: dict[Tensor, int] = {}
         self._positions = [i for i, param in enumerate(self._listed) if numbers.setdefault(param, len(numbers)) == len(numbers) - 1]
         self.params = [self._listed[i] for i in self._positions]
         self.records: list[Record] = [layout.records[param] for param in self.params]
+        self._shown = list(zip(self.params, self.records, strict=True))
         self._sharded = any(local(param) is not param for param in self.params)
         self._flat = _Flat([local(param) for param in self.params])
         group_of = np.array([self._groups[i] for i in self._positions], dtype=np.int64)
@@ -169,7 +173,7 @@ class StepPlan:
             and all(map(is_, gradients.params, self._listed))
             and gradients.groups == self._groups
             and state is self._state
-            and len(state) == self._entries
+            and all(state.get(param) is record.views and STEP_KEY in record.views for param, record in self._shown)
             and self._storage_options(param_groups) == self._options
             and self._flat.holds([local(param) for param in self.params] if self._sharded else self.params)
         )

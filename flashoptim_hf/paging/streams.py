@@ -59,7 +59,7 @@ class Backend(ABC):
                 self.pinned = True
                 return buffer
         try:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
                 f"{format_bytes(nbytes)} of host memory for optimizer state cannot be had ({_first_line(error)}). Free host memory, "
@@ -68,7 +68,7 @@ class Backend(ABC):
 
     def _pin(self, nbytes: int) -> Tensor:
         """Pinned memory of that size, or the RuntimeError that says why there is none."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _stop_pinning(self, nbytes: int, error: RuntimeError) -> None:
         self.pins = self.pinned = False

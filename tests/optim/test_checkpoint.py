@@ -311,6 +311,26 @@ def test_between_weights_of_other_dtype(opt):
     assert "correction" not in target.state[q]
 
 
+def test_corrections_of_another_dtype_are_not_applied(opt):
+    _, optimizer = trained(opt, 5)
+    other = model(torch.float16)
+    target = opt(other.parameters())
+    with pytest.warns(UserWarning, match="start from the weights as they are"):
+        target.load_state_dict(optimizer.state_dict())
+    for p in other.parameters():
+        assert torch.equal(target.decoded_state(p)["master_weight"], p.float())
+
+
+def test_names_that_repeat_fall_back_to_positions(opt):
+    a, b = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+    optimizer = opt([("x", a), ("x", b)])
+    a.grad, b.grad = torch.ones(5), torch.full((5,), 2.0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert set(optimizer.state) == {a, b}
+    assert optimizer.decoded_state(b)["exp_avg"][0] == pytest.approx(2 * optimizer.decoded_state(a)["exp_avg"][0].item(), rel=0.02)
+
+
 def test_hooks_run(opt):
     _, optimizer = trained(opt)
     calls = []

@@ -325,6 +325,73 @@ def test_clearing_state_starts_anew(opt, set_gradients):
     assert optimizer.memory_report().num_params == 50
 
 
+@pytest.mark.parametrize("empty", [lambda o, p: o.state[p].clear(), lambda o, p: o.state.update({p: {}}), lambda o, p: o.state.pop(p)])
+def test_emptying_one_parameters_state_starts_it_anew(opt, empty, set_gradients):
+    a, b = parameter(50), parameter(50, seed=1)
+    optimizer = opt([a, b])
+    for step in range(3):
+        set_gradients([a, b], step)
+        optimizer.step()
+    empty(optimizer, a)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in (a, b)] == [1, 4]
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (50,)
+
+
+def test_a_default_device_does_not_move_state(opt, set_gradients):
+    w = parameter(300, dtype=torch.bfloat16)
+    optimizer = opt([w])
+    set_gradients([w], 0)
+    with torch.device("meta"):
+        optimizer.step()
+        saved = optimizer.state_dict()
+    assert {value.device.type for value in (*optimizer.state[w].values(), *saved["state"][0].values())} == {"cpu"}
+
+
+@pytest.mark.parametrize("change", ["dtype", "codec", "master_bits"])
+def test_moving_state_waits_for_its_write_back(change, set_gradients):
+    """A parameter changes its pool while copies of the last step are under way: paged through a device equals unpaged, for every order."""
+    results = []
+    for seed in (None, *range(12)):
+        w = parameter(2048, dtype=torch.bfloat16 if change == "master_bits" else torch.float32)
+        paged = {} if seed is None else {"paged": True, "simulate": seed, "page_bytes": 2048}
+        optimizer = FlashAdamW([w], lr=1e-3, **paged)
+        for step in range(4):
+            if step == 2 and change == "dtype":
+                w.data = w.data.bfloat16()
+            elif step == 2:
+                optimizer.param_groups[0][change] = {"codec": "none", "master_bits": 32}[change]
+            w.grad = None
+            set_gradients([w], step)
+            optimizer.step()
+        results.append((w.detach().clone(), optimizer.decoded_state(w)["exp_avg"]))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_decoded_state_after_a_change_of_dtype(opt, set_gradients):
+    w = parameter(64, dtype=torch.bfloat16)
+    optimizer = opt([w])
+    set_gradients([w], 0)
+    optimizer.step()
+    w.data = w.data.float()
+    assert torch.equal(optimizer.decoded_state(w)["master_weight"], w)
+
+
+def test_a_transposed_view_of_the_same_memory_is_noticed(opt, set_gradients):
+    w = parameter(8, 8)
+    optimizer = opt([w], lr=0.1, weight_decay=0.0)
+    set_gradients([w], 0)
+    optimizer.step()
+    w.data = w.data.t()
+    before = w.detach().clone()
+    w.grad = torch.zeros(8, 8)
+    w.grad[0, 1] = 1.0
+    optimizer.param_groups[0]["betas"] = (0.0, 0.0)
+    optimizer.step()
+    assert ((w - before) != 0).nonzero().tolist() == [[0, 1]]
+
+
 def test_compiled_step_does_not_recompile(set_gradients):
     """`step` is not traced: a changing learning rate is no reason to compile again, and the numbers are those of the plain step."""
     torch._dynamo.reset()

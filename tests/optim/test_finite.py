@@ -64,15 +64,26 @@ def test_raise_and_off():
     assert torch.isnan(w).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_largest_finite_gradients_are_not_mistaken_for_infinity(opt, dtype):
-    """Their sum overflows, and they are finite all the same."""
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 65504.0), (torch.bfloat16, 1e18), (torch.float32, 4e18)])
+def test_large_gradients_are_not_mistaken_for_infinity(opt, dtype, value):
+    """Their sum is above the limit, and none of them is. Such a step moves every weight by lr, as AdamW's first step does."""
     w = nn.Parameter(torch.ones(64, dtype=dtype))
-    optimizer = opt([w])
-    w.grad = torch.full_like(w, torch.finfo(dtype).max)
+    optimizer = opt([w], lr=1e-3, weight_decay=0.0)
+    w.grad = torch.full_like(w, value)
     optimizer.step()
     assert optimizer.memory_report().skipped_steps == 0
-    assert torch.isfinite(w).all()
+    torch.testing.assert_close(optimizer.decoded_state(w)["master_weight"], torch.full((64,), 0.999), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("value", [1e19, 1e25, 3e38])
+def test_gradients_whose_square_would_overflow_count_as_infinite(opt, value):
+    w = nn.Parameter(torch.ones(64))
+    optimizer = opt([w])
+    w.grad = torch.ones(64)
+    w.grad[5] = value
+    with pytest.warns(RuntimeWarning):
+        optimizer.step()
+    assert torch.equal(w, torch.ones(64))
 
 
 def test_grad_scaler_skips_and_unscales(opt, reference):
