@@ -253,6 +253,13 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming])
             f"{layout.records[recoded[0].param].pool.key.codec!r}; each value is within that codec's error.",
             stacklevel=5,
         )
+    cut_anew = [entry for entry in incoming.values() if entry.moved]
+    if cut_anew:
+        warnings.warn(
+            f"{len(cut_anew)} parameters are sharded in another way than when their state was saved, and their groups begin elsewhere: "
+            "their states were decoded and stored anew once; each value is within the codec's error.",
+            stacklevel=5,
+        )
     if lost:
         warnings.warn(
             f"{len(lost)} parameters have a correction to 24- or 32-bit master weights only in the state or only here (another weight "

@@ -14,7 +14,7 @@ def torchrun(ranks: int, *args: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script, *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 CASES = {
@@ -32,7 +32,10 @@ def test_reshard(saved: tuple[int, str], tmp_path: Path) -> None:
     """
     torchrun(saved[0], "save", str(tmp_path), saved[1])
     for ranks, kind in CASES[saved]:
-        lines = [line.split() for line in torchrun(ranks, "load", str(tmp_path), kind).splitlines() if line.startswith("RESULT")]
+        output = torchrun(ranks, "load", str(tmp_path), kind)
+        lines = [line.split() for line in output.splitlines() if line.startswith("RESULT")]
+        # what is stored anew is said, and nothing else is
+        assert ("groups begin elsewhere" in output) == any(line[-1] == "exact=False" for line in lines)
         assert {line[1] for line in lines} == {"dcp", "full", "flat"}
         for _, way, _, name, codes, octaves, exact in lines:
             print(f"{way:5}{saved[0]} {saved[1]} -> {ranks} {kind}: {name:10}{codes} {octaves} {exact}")
