@@ -1,6 +1,7 @@
 """Quality: does a real fine-tuning run end where it ends with fp32 AdamW?
 
     flashoptim-hf bench quality --seeds 0,1,2 --json quality.json
+    flashoptim-hf bench quality --optimizers flashoptim_lion/codec=none,flashoptim_paged_lion --learning-rate 1e-4 --json quality-lion.json
 
 Runs the same recipe with each optimizer and each seed, through `accelerate launch` as a user does, and compares the final evaluation loss.
 Finished runs are kept in `--work` and not repeated, so that the bench can be stopped and started again.
@@ -24,13 +25,17 @@ from .report import JsonOption, Report, check_outputs, cpu_name, show, table
 
 def run(
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
-    optimizers: Annotated[str, typer.Option(help="Values of --optim; the first is what the others are compared with.")] = (
-        "adamw_torch,flashoptim_paged_adamw"
-    ),
+    optimizers: Annotated[
+        str,
+        typer.Option(
+            help="Values of --optim, each with one of --optim_args after a slash if wanted; the first is what the others are compared with."
+        ),
+    ] = "adamw_torch,flashoptim_paged_adamw",
     recipe: Annotated[Path, typer.Option(exists=True, help="The recipe's script.")] = Path("recipes/qlora_sft.py"),
     config: Annotated[Path, typer.Option(exists=True, help="Its YAML file.")] = Path("configs/qlora/smollm2-135m_demo.yaml"),
     work: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path(".demo/quality"),
     max_steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
+    learning_rate: Annotated[float | None, typer.Option(help="Of every run; left out: the config's.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Final evaluation loss of a real run with each optimizer, over several seeds, through `accelerate launch`."""
@@ -42,7 +47,7 @@ def run(
     losses: dict[str, list[float]] = {name: [] for name in names}
     for seed in numbers:
         for name in names:
-            history = one_run(recipe, config, work / f"{name}-{seed}-{max_steps}", name, seed, max_steps)
+            history = one_run(recipe, config, work, name, seed, max_steps, learning_rate)
             evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
             losses[name].append(evaluations[-1])
             report.add(f"seed={seed}", name, "eval_loss_first", evaluations[0])
@@ -61,20 +66,27 @@ def run(
         report.write_json(json_file)
 
 
-def one_run(recipe: Path, config: Path, folder: Path, optimizer: str, seed: int, max_steps: int) -> list[dict[str, Any]]:
-    """The log history of one run; read from `folder` when it has finished there before.
+def one_run(
+    recipe: Path, config: Path, work: Path, optimizer: str, seed: int, max_steps: int, learning_rate: float | None
+) -> list[dict[str, Any]]:
+    """The log history of one run; read from its folder under `work` when it has finished there before.
 
     Raises:
         UnsupportedError: the run failed; the message names the log.
     """
+    name, _, arguments = optimizer.partition("/")
+    rate = "" if learning_rate is None else f"-{learning_rate:g}"
+    folder = work / f"{optimizer.replace('/', '-')}-{seed}-{max_steps}{rate}"
     state = folder / f"checkpoint-{max_steps}" / "trainer_state.json"
     if not state.exists():
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log.txt"
         command = [
             *(sys.executable, "-m", "accelerate.commands.launch", str(recipe), "--config", str(config)),
-            *("--optim", optimizer, "--seed", str(seed), "--output_dir", str(folder), "--max_steps", str(max_steps)),
+            *("--optim", name, "--seed", str(seed), "--output_dir", str(folder), "--max_steps", str(max_steps)),
             *("--eval_steps", str(max_steps), "--save_steps", str(max_steps), "--save_total_limit", "1", "--sample_tokens", "0"),
+            *(("--optim_args", arguments) if arguments else ()),
+            *(("--learning_rate", str(learning_rate)) if learning_rate is not None else ()),
         ]
         with log.open("w", encoding="utf-8") as out:
             failed = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
