@@ -1,7 +1,7 @@
 """Quality: does a real fine-tuning run end where it ends with fp32 AdamW?
 
     flashoptim-hf bench quality --seeds 0,1,2 --json quality.json
-    flashoptim-hf bench quality --optimizers flashoptim_lion/codec=none,flashoptim_paged_lion --learning-rate 1e-4 --json quality-lion.json
+    flashoptim-hf bench quality --optimizers lion_32bit,flashoptim_paged_lion --learning-rate 1e-4 --json quality-lion.json
 
 Runs the same recipe with each optimizer and each seed, through `accelerate launch` as a user does, and compares the final evaluation loss.
 Finished runs are kept in `--work` and not repeated, so that the bench can be stopped and started again.
@@ -85,7 +85,7 @@ def one_run(
             *(sys.executable, "-m", "accelerate.commands.launch", str(recipe), "--config", str(config)),
             *("--optim", name, "--seed", str(seed), "--output_dir", str(folder), "--max_steps", str(max_steps)),
             *("--eval_steps", str(max_steps), "--save_steps", str(max_steps), "--save_total_limit", "1", "--sample_tokens", "0"),
-            *(("--optim_args", arguments) if arguments else ()),
+            *(("--optim_args", arguments.replace(";", ",")) if arguments else ()),
             *(("--learning_rate", str(learning_rate)) if learning_rate is not None else ()),
         ]
         with log.open("w", encoding="utf-8") as out:
