@@ -16,11 +16,11 @@ from ..errors import ConfigurationError, UnsupportedError
 from ..kernels import select
 from ..kernels.rule import UpdateRule
 from ..paging.store import Page
-from . import checkpoint, options, sharded
+from . import checkpoint, modes, options, sharded
 from .auto_master import AutoMaster
 from .finite import Guard
 from .layout import CORRECTION, STEP, Layout, codec_views, local
-from .report import MemoryReport, build_report
+from .report import MemoryReport, build_report, planned_bytes
 from .work import Gradients, StepPlan
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -51,12 +51,14 @@ class FlashOptimizer(Optimizer):
 
     Raises:
         ConfigurationError: a value out of range, or a parameter that cannot be stepped.
+        UnsupportedError: the parameters are FSDP1's or DeepSpeed's, or sharded along another dimension than 0.
     """
 
     rule: ClassVar[UpdateRule]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         options.check_defaults(defaults)
+        modes.check_accelerate()
         entries: list[Any] = list(params)
         for i, entry in enumerate(entries):
             if isinstance(entry, dict) and not isinstance(entry["params"], Tensor | set):
@@ -94,10 +96,11 @@ class FlashOptimizer(Optimizer):
             self.check_group(group)
             names = group.get("param_names", [f"#{i} of group {len(self.param_groups) - 1}" for i in range(len(group["params"]))])
             for name, param in zip(names, group["params"], strict=True):
+                sharded.check(param)
                 options.check_param(local(param), name)
             for name in options.PLACEMENT:
                 group.pop(name, None)  # where and how hold for the whole optimizer, and are no part of a checkpoint
-        except ConfigurationError:
+        except (ConfigurationError, UnsupportedError):
             self.param_groups.pop()
             raise
 
@@ -207,11 +210,17 @@ class FlashOptimizer(Optimizer):
         """Bytes of each plane, where they are, and what the last step moved. See `MemoryReport`."""
         return build_report(self._layout, self._guard.skipped)
 
+    def planned_bytes(self) -> tuple[int, int]:
+        """(host, device) bytes of state once every parameter that requires a gradient has been stepped; nothing is allocated."""
+        groups = ((param, group) for group in self.param_groups for param in group["params"] if param.requires_grad)
+        return planned_bytes(self._layout, groups)
+
     # ------------------------------------------------------------------ one step
 
     def _make_plan(self, gradients: Gradients) -> StepPlan:
         """Give every parameter its place, show it in `state`, and prepare the step."""
         self._sweep_orphans()
+        modes.check_accelerate()
         groups = [self.param_groups[number] for number in gradients.groups]
         for param in gradients.params:
             sharded.check(param)
@@ -270,10 +279,10 @@ class FlashOptimizer(Optimizer):
             self._layout.engine(device).run([work.page for work in entries], prepare)
         plan.finish()
         if not self._checked:
-            self._checked = True
-            if any(sharded.is_sharded(param) for param in plan.params):
+            if sharded.several_ranks() or any(sharded.is_sharded(param) for param in plan.params):
                 self._layout.synchronize()
                 sharded.self_check(self._layout.records)
+            self._checked = True
         self._guard.defer(flags, plan, self._layout)
         if self._auto.looking:
             promoted = self._auto.after(self._layout, skipped=self._guard.settle())

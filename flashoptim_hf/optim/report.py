@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .layout import CORRECTION, STEP, Layout
+from torch import Tensor
+
+from ..codecs.base import ALIGN
+from ..paging import plan
+from .layout import CORRECTION, STEP, Layout, PoolKey, local, pool_key
 
 
 @dataclass(frozen=True)
@@ -95,3 +100,24 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
         quantized_share=quantized / num_params if num_params else 0.0,
         skipped_steps=skipped_steps,
     )
+
+
+def planned_bytes(layout: Layout, params: Iterable[tuple[Tensor, dict[str, Any]]]) -> tuple[int, int]:
+    """Memory that (parameter, group) pairs will take as `Layout.ensure` will place them, with alignment and what pinning rounds up.
+
+    Returns:
+        bytes on the host and on the device, without staging.
+    """
+    wanted: dict[PoolKey, list[int]] = {}
+    for param, group in dict(params).items():
+        wanted.setdefault(pool_key(param, group, layout.rule, param in layout.promoted), []).append(local(param).numel())
+    host = device = 0
+    for key, numels in wanted.items():
+        backend, paged = layout.engine(key.device).backend, layout.options["paged"]
+        extents = plan.extents(numels, ALIGN, pinned=paged and backend.stages and backend.pins)
+        taken = sum(plane.nbytes(extent.capacity) for extent in extents for plane in layout.pool(key).planes)
+        if paged or not backend.stages:
+            host += taken
+        else:
+            device += taken
+    return host, device

@@ -12,6 +12,7 @@ put together to groups again: exact where the borders of groups are where they w
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from ..codecs.base import Codec
 from ..errors import UnsupportedError
+from . import modes
 from .layout import STEP, Record, local
 
 _RUNS_AT_ONCE = 1 << 16
+_SAMPLE = 4096
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -31,12 +34,18 @@ def is_sharded(param: Tensor) -> bool:
     return local(param) is not param
 
 
+def several_ranks() -> bool:
+    """Whether this process is one of several of a `torch.distributed` job, whatever it does with its parameters."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 def check(param: Tensor) -> None:
     """Refuse a sharding that a state dict could not describe, before the first step.
 
     Raises:
-        UnsupportedError: the parameter is cut along another dimension than 0.
+        UnsupportedError: the parameter is cut along another dimension than 0, or is FSDP1's or DeepSpeed's.
     """
+    modes.check_param(param)
     if is_sharded(param):
         for placement in param.placements:  # type: ignore[attr-defined]
             if not (placement.is_replicate() or (type(placement).__name__ == "Shard" and placement.dim == 0)):
@@ -170,14 +179,24 @@ def self_check(records: Mapping[Tensor, Record]) -> None:
     """Take every parameter's state out and in again, in memory: what cannot be saved shows now and not after hours.
 
     Raises:
-        UnsupportedError: names the parameter's shape, and the plane that came back different.
+        UnsupportedError: names the parameter's shape, how it is sharded, and the plane that came back different or could not be saved.
     """
     for param, record in records.items():
         codec = record.pool.fmt.codec
-        again, moved = incoming(param, codec, outgoing(param, codec, record.views), record.step)
+        placements = getattr(param, "placements", "not sharded")
+        who = f"the optimizer state of a parameter of shape {tuple(param.shape)} (local {tuple(record.shape)}, {placements})"
+        advice = "Train with DDP on one machine or in a single process until this is mended, and please report it with this sentence."
+        try:
+            # a file's format, with a part of each tensor: no copy of a large state is made to find out
+            sample = {name: view.reshape(-1)[:_SAMPLE].cpu().clone() for name, view in record.views.items()}
+            file = io.BytesIO()
+            torch.save(sample, file)
+            file.seek(0)
+            read = torch.load(file, weights_only=True)
+            again, moved = incoming(param, codec, outgoing(param, codec, record.views), record.step)
+        except Exception as error:
+            raise UnsupportedError(f"{who} cannot be saved and loaded: {type(error).__name__}: {error}. {advice}") from error
         for name, view in record.views.items():
-            if moved or (name != STEP and not torch.equal(_bits(again[name].reshape(-1).cpu()), _bits(view.reshape(-1).cpu()))):
-                raise UnsupportedError(
-                    f"the optimizer state of a parameter of shape {tuple(param.shape)} (local {tuple(record.shape)}) does not survive "
-                    f"saving and loading: {name} came back different. Please report this with the sharding that you use."
-                )
+            same = torch.equal(_bits(again[name].reshape(-1).cpu()), _bits(view.reshape(-1).cpu())) if name != STEP else True
+            if moved or not same or not torch.equal(_bits(read[name]), _bits(sample[name])):
+                raise UnsupportedError(f"{who} does not survive saving and loading: {name} came back different. {advice}")

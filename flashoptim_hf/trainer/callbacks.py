@@ -11,7 +11,8 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
-from .register import settle
+from . import processes
+from .register import handler_of, settle
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +49,7 @@ def telemetry(optimizer: Any) -> dict[str, int]:
 
 
 class FlashOptimCallback(TrainerCallback):
-    """Checks `optim_args` when a Trainer is made, and adds the optimizer's numbers to each log of the training.
+    """Checks `optim_args` and the way of distributing when a Trainer is made, and adds the optimizer's numbers to each log of the training.
 
     It is in every Trainer's default callbacks and does nothing for other optimizers. Default callbacks come before reporters and the
     progress bar, so what it adds to `logs` reaches all of them; `log_history` holds a copy, which gets the numbers too. Evaluation logs
@@ -60,9 +61,22 @@ class FlashOptimCallback(TrainerCallback):
         self._introduced = False
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Raise `ConfigurationError` for `optim_args` that cannot work, unless the Trainer was given an optimizer and will not read it."""
-        if kwargs.get("optimizer") is None:
+        """Raise `ConfigurationError` for `optim_args` that cannot work, unless the Trainer was given an optimizer and will not read it.
+
+        Raise `UnsupportedError` where processes are to work together in a way that is not served (FSDP1, DeepSpeed).
+        """
+        given = kwargs.get("optimizer")
+        if given is None:
             settle(args)
+        if flash_optimizer(given) is not None or (given is None and handler_of(args) is not None):
+            processes.check(args)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Say what the optimizer state will take; refuse what `on_init_end` could not see (`optimizer_cls_and_kwargs`)."""
+        flash = flash_optimizer(kwargs.get("optimizer"))
+        if flash is not None:
+            processes.check(args)
+            processes.announce(args, flash)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._evaluating = False  # an evaluation that raised never reached on_evaluate
