@@ -24,17 +24,13 @@ from torch import Tensor
 from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..errors import CheckpointError, ConfigurationError
-from . import sharded
+from . import convert, sharded
+from .groups import DTYPE_KEY, FORMAT, FORMAT_KEY
 from .layout import CORRECTION, STEP, Record, codec_views, local
 from .options import PLACEMENT, STORAGE
 
 if TYPE_CHECKING:
     from .base import FlashOptimizer
-
-FORMAT_KEY = "flashoptim_format"
-FORMAT = 1
-DTYPE_KEY = "weight_dtype"
-"""dtype of a group's weights when it was saved, or "mixed"."""
 
 
 def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -74,6 +70,7 @@ def load(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> None:
         if result is not None:
             state_dict = result
 
+    state_dict, message = convert.for_loading(optimizer, state_dict)
     saved_groups = deepcopy(state_dict["param_groups"])
     matched = _match(optimizer, saved_groups)
     incoming: dict[Tensor, _Incoming] = {}
@@ -86,7 +83,7 @@ def load(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> None:
             incoming[param] = _Incoming(optimizer, param, name, values, saved_group)
 
     _replace_groups(optimizer, saved_groups)
-    _replace_state(optimizer, incoming)
+    _replace_state(optimizer, incoming, message)
     optimizer.state.update(extra)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
@@ -225,7 +222,8 @@ def _replace_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]
         group.update({name: value for name, value in saved.items() if name not in kept and name not in (FORMAT_KEY, DTYPE_KEY, *PLACEMENT)})
 
 
-def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming]) -> None:
+def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming], message: str | None = None) -> None:
+    """Put the checked states into fresh records, and say what was not bit for bit; `message`: what converting them said already."""
     optimizer.synchronize()
     layout = optimizer._layout
     groups = {param: group for group in optimizer.param_groups for param in group["params"]}
@@ -247,22 +245,24 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming])
         for param, entry in incoming.items()
         if (CORRECTION in entry.values) != (CORRECTION in layout.records[param].views) or (entry.foreign and CORRECTION in entry.values)
     ]
-    if recoded:
-        warnings.warn(
+    notes: list[str] = []
+    if recoded and message is None:
+        notes.append(
             f"the state of {len(recoded)} parameters was stored with codec={recoded[0].codec.name!r} and has been stored anew with "
-            f"{layout.records[recoded[0].param].pool.key.codec!r}; each value is within that codec's error.",
-            stacklevel=5,
+            f"{layout.records[recoded[0].param].pool.key.codec!r}; each value is within that codec's error."
         )
     cut_anew = [entry for entry in incoming.values() if entry.moved]
     if cut_anew:
-        warnings.warn(
+        notes.append(
             f"{len(cut_anew)} parameters are sharded in another way than when their state was saved, and their groups begin elsewhere: "
-            "their states were decoded and stored anew once; each value is within the codec's error.",
-            stacklevel=5,
+            "their states were decoded and stored anew once; each value is within the codec's error."
         )
     if lost:
-        warnings.warn(
+        notes.append(
             f"{len(lost)} parameters have a correction to 24- or 32-bit master weights only in the state or only here (another weight "
-            "dtype or master_bits): their master weights start from the weights as they are now.",
-            stacklevel=5,
+            "dtype or master_bits): their master weights start from the weights as they are now."
         )
+    if message is not None:
+        notes = [" ".join([message, *notes])]
+    for note in notes:
+        warnings.warn(note, stacklevel=5)

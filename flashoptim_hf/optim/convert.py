@@ -1,0 +1,375 @@
+"""Optimizer states of other packages to this one's format and back: functions on state dicts, which change nothing they are given.
+
+What is exact: fp32 states (`torch`, bitsandbytes in 32 bits) to and from codec "none"; `flashoptim` to and from codec "softsign", codes,
+scales and corrections bit for bit. Everything else is decoded once and encoded once, within the two codecs' bounds. Hyper-parameters are
+renamed where the packages disagree, and what is not known stays in its group. docs/conversion.md has the table, measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import State, get_codec
+from ..codecs.weight_split import copy_correction
+from ..errors import CheckpointError, ConfigurationError
+from . import foreign, groups, sharded
+from .groups import DTYPE_KEY, FORMAT_KEY, Source
+from .layout import CORRECTION, STEP
+
+if TYPE_CHECKING:
+    from .base import FlashOptimizer
+
+TARGETS = ("adamw_torch", "sgd", "bitsandbytes", "flashoptim")
+"""What `from_ours` writes; the first two are transformers' names of torch's own optimizers."""
+
+STATES = {
+    "adamw": (State("exp_avg", signed=True), State("exp_avg_sq", signed=False)),
+    "lion": (State("exp_avg", signed=True),),
+    "sgd": (State("momentum_buffer", signed=True),),
+}
+
+
+# ---------------------------------------------------------------------- whose state it is
+
+
+def recognise(state_dict: Mapping[str, Any]) -> Source | None:
+    """Which package and which algorithm wrote a state dict; `str()` of it is a name for people. None: none that is known here.
+
+    Adam counts as AdamW: the states are the same. bitsandbytes stores Lion and SGD alike; a second beta below 1/2 is SGD's dampening.
+    """
+    saved = list(state_dict.get("param_groups", []))
+    entries = [foreign.unnested(values) for values in state_dict.get("state", {}).values() if isinstance(values, Mapping)]
+    keys = {key for values in entries for key in values}
+    if not saved:
+        return None
+    group = saved[0]
+    if any(FORMAT_KEY in one or "codec" in one for one in saved):
+        return _named("flashoptim_hf", _by_options(group, keys))
+    if "master_bytewidth" in group or any(key.endswith(foreign.QUANTIZED) for key in keys):
+        return _named("flashoptim", _by_options(group, {key.partition("::")[0] for key in keys}))
+    if "state1" in keys or "t_alpha" in group:
+        return _named("bitsandbytes", _bitsandbytes_algorithm(group, keys))
+    if any(foreign.is_torchao(value) for values in entries for value in values.values()):
+        return _named("torchao", _torch_algorithm(group, keys))
+    return _named("torch", _torch_algorithm(group, keys))
+
+
+def _named(package: str, algorithm: str | None) -> Source | None:
+    return None if algorithm is None else Source(package, algorithm)
+
+
+def _by_options(group: Mapping[str, Any], keys: set[str]) -> str | None:
+    """By the options that only one of the algorithms has, or else by the names of the states."""
+    if "momentum" in group:
+        return "sgd"
+    if "betas" in group:
+        return "adamw" if "eps" in group else "lion"
+    return "adamw" if "exp_avg_sq" in keys else "sgd" if "momentum_buffer" in keys else "lion" if "exp_avg" in keys else None
+
+
+def _bitsandbytes_algorithm(group: Mapping[str, Any], keys: set[str]) -> str | None:
+    betas = group.get("betas", ())
+    if len(betas) != 2 or "unorm_vec" in keys:  # AdEMAMix; LAMB and LARS
+        return None
+    if "state2" in keys or "t_alpha" in group:
+        return "adamw"
+    if group.get("eps", 0) > 0:  # RMSprop and Adagrad, which store one state too
+        return None
+    return "lion" if betas[1] >= 0.5 else "sgd"
+
+
+def _torch_algorithm(group: Mapping[str, Any], keys: set[str]) -> str | None:
+    radam = "decoupled_weight_decay" in group and "amsgrad" not in group  # it stores the same states for other arithmetic
+    if "betas" in group and not radam:
+        if {"exp_avg", "exp_avg_sq"} <= keys <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} or (not keys and "amsgrad" in group):
+            return "adamw"
+        if {"exp_avg"} <= keys <= {"step", "exp_avg"}:
+            return "lion"
+    if "dampening" in group and keys <= {"step", "momentum_buffer"}:  # Muon has a momentum_buffer, and no dampening
+        return "sgd"
+    return None
+
+
+def _states(algorithm: str, group: Mapping[str, Any]) -> tuple[State, ...]:
+    return () if algorithm == "sgd" and group.get("momentum", 0) == 0 else STATES[algorithm]
+
+
+# ---------------------------------------------------------------------- in
+
+
+def to_ours(state_dict: Mapping[str, Any], storage: Sequence[tuple[str, bool]] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """A state dict of another package in this package's format.
+
+    Args:
+        state_dict: what `recognise` knows.
+        storage: for each group, the codec and whether it dithers, in which states are stored at once, parameter by parameter. None: the
+            form that loses nothing, "softsign" for quantized states of flashoptim, else "none" (fp32).
+
+    Returns:
+        the state dict, and sentences about what could not be taken over.
+
+    Raises:
+        CheckpointError: not a known state, damaged, or with options that mean another algorithm (amsgrad, maximize).
+    """
+    source = recognise(state_dict)
+    if source is None:
+        raise CheckpointError(unknown(state_dict))
+    if source.package == "flashoptim_hf":
+        return dict(state_dict), []
+    notes: list[str] = []
+    state: dict[Any, Any] = {}
+    mapped = []
+    for number, saved in enumerate(state_dict["param_groups"]):
+        group = groups.incoming(source, saved, notes)
+        entries = {key: foreign.unnested(state_dict["state"][key]) for key in saved["params"] if state_dict["state"].get(key)}
+        states = _states(source.algorithm, group)
+        whole = source.package == "flashoptim" and all(s.name + foreign.QUANTIZED in v for v in entries.values() for s in states)
+        codec, dither = ("softsign" if whole and states else "none", True) if storage is None else storage[number]
+        dtypes = set()
+        for key, values in entries.items():
+            state[key], dtype = _read(source, values, states, codec, dither, saved)
+            dtypes.add(dtype)
+        known = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 and None not in dtypes else "mixed"
+        mapped.append({**group, "codec": codec, "dither": dither, FORMAT_KEY: groups.FORMAT, DTYPE_KEY: known})
+    return {"state": state, "param_groups": mapped}, notes
+
+
+def _read(
+    source: Source, values: dict[str, Any], states: tuple[State, ...], codec_name: str, dither: bool, group: Mapping[str, Any]
+) -> tuple[dict[str, Any], torch.dtype | None]:
+    """One parameter: its values in this package's format, and its weight's dtype where the state tells."""
+    if STEP in values:
+        step = int(values[STEP])
+    elif source.algorithm == "adamw":
+        raise CheckpointError(f"a state of {source} has no step count (it has {', '.join(sorted(values))}): the file is damaged.")
+    else:
+        step = 1  # Lion and SGD do not count; it only must not be the first
+    found: dict[str, Any] = {STEP: torch.tensor(step, dtype=torch.int64)}
+    correction, dtype = foreign.read_error_bits(values, group.get("master_bytewidth"))
+    if correction is not None:
+        found[CORRECTION] = correction
+    codec = get_codec(codec_name, states, dither)
+    if codec_name == "softsign" and states and all(state.name + foreign.QUANTIZED in values for state in states):
+        pairs = [foreign.read_softsign(values, state.name) for state in states]
+        entries = [pair[i] for i in range(2) for pair in pairs]
+        return {**found, **{plane.name: entry for plane, entry in zip(codec.planes, entries, strict=True)}}, dtype
+    decoded = [_decoded(source, values, state, number) for number, state in enumerate(states, 1)]
+    if len(decoded) == 2 and any(foreign.is_torchao(v) or getattr(v, "dtype", None) == torch.uint8 for v in values.values()):
+        # rounded apart, v can be 0 where m is not, and the next update would be m / eps
+        decoded[0] = torch.where(decoded[1] > 0, decoded[0], 0)
+    if codec.name == "none":
+        return {**found, **{state.name: value for state, value in zip(states, decoded, strict=True)}}, dtype
+    shape = decoded[0].shape
+    planes = [torch.zeros(plane.entries(shape.numel()), dtype=plane.dtype) for plane in codec.planes]
+    codec.encode([value.flatten() for value in decoded], planes, step=step)
+    return {**found, **{p.name: v.view(shape) if p.group == 1 else v for p, v in zip(codec.planes, planes, strict=True)}}, dtype
+
+
+def _decoded(source: Source, values: Mapping[str, Any], state: State, number: int) -> Tensor:
+    """One state, fp32 in the parameter's shape; a DTensor stays one."""
+    name = f"state{number}" if source.package == "bitsandbytes" else state.name
+    quantized = name + foreign.QUANTIZED in values
+    if not quantized and not isinstance(values.get(name), Tensor):
+        raise CheckpointError(
+            f"a state of {source} lacks {name} (it has {', '.join(sorted(values))}): the file is damaged, or of another algorithm."
+        )
+    if source.package == "bitsandbytes":
+        return foreign.read_bitsandbytes(values, number)
+    if quantized:
+        codes, scales = foreign.read_softsign(values, name)
+        decoded: Tensor = get_codec("softsign", [State(name, True)]).decode([codes.flatten(), scales], codes.numel())[0]
+        if not state.signed:
+            decoded = (codes.flatten().float() / 255 * scales.float().repeat_interleave(32)[: codes.numel()]) ** 2
+        return decoded.view(codes.shape)
+    value = values[name]
+    if foreign.is_torchao(value):
+        foreign.check_plain(value, name)
+        value = value.dequantize()
+    return value.detach().float().cpu() if not hasattr(value, "_local_tensor") else value.detach().float()
+
+
+def unknown(state_dict: Mapping[str, Any]) -> str:
+    """The sentence about a state that nobody here can read."""
+    return (
+        f"this optimizer state has the entries {_entries(state_dict)}, which is no format known here. Known are "
+        "AdamW, Lion or SGD of flashoptim_hf, torch, bitsandbytes (8 or 32 bits) or flashoptim, or AdamW of torchao."
+    )
+
+
+def _entries(state_dict: Mapping[str, Any]) -> str:
+    """For messages: what the state keeps for a parameter."""
+    keys = {key for values in state_dict.get("state", {}).values() if isinstance(values, Mapping) for key in foreign.unnested(values)}
+    return ", ".join(sorted(map(str, keys))) or "none"
+
+
+# ---------------------------------------------------------------------- out
+
+
+def from_ours(
+    state_dict: Mapping[str, Any], target: str, *, bits: int = 8, weight_dtype: torch.dtype | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """A state dict of this package as another optimizer loads it.
+
+    Args:
+        state_dict: in this package's format, of one process.
+        target: one of `TARGETS`.
+        bits: 8 (default) or 32, for bitsandbytes. Tensors of fewer than 4096 elements are fp32 there in any case.
+        weight_dtype: dtype of 16-bit weights, for flashoptim; only needed where a group has weights of several dtypes.
+
+    Returns:
+        the state dict, and sentences about what the target cannot hold.
+
+    Raises:
+        CheckpointError: the target is of another algorithm, or the state is sharded or damaged.
+        ConfigurationError: an unknown target, or a missing `weight_dtype`.
+    """
+    if target not in TARGETS:
+        raise ConfigurationError(f"target {target!r} is not known; choose one of {', '.join(TARGETS)}.")
+    if bits not in (8, 32):
+        raise ConfigurationError(f"bits={bits!r}: bitsandbytes stores states in 8 or 32 bits.")
+    source = recognise(state_dict)
+    if source is None or source.package != "flashoptim_hf":
+        raise CheckpointError(f"this is {source or 'no known state'}, not a state of flashoptim_hf; use to_ours first.")
+    fits = {"adamw_torch": ("adamw",), "sgd": ("sgd",)}.get(target, tuple(STATES))
+    if source.algorithm not in fits:
+        raise CheckpointError(f"this is a state of {source}, and {target} runs another algorithm; {_ways_out(source.algorithm)}.")
+    notes: list[str] = []
+    state: dict[Any, Any] = {}
+    mapped = []
+    for saved in state_dict["param_groups"]:
+        entries = {key: state_dict["state"][key] for key in saved["params"] if state_dict["state"].get(key)}
+        wide = any(getattr(values.get(CORRECTION), "dtype", None) == torch.int16 for values in entries.values())
+        mapped.append(groups.outgoing(source.algorithm, target, saved, wide, notes))
+        for key, values in entries.items():
+            written = _write(source.algorithm, target, values, saved, bits, _weight_dtype(saved, values, target, weight_dtype), wide)
+            if written:
+                state[key] = written
+    if target != "flashoptim" and any(CORRECTION in values for values in state_dict["state"].values() if isinstance(values, Mapping)):
+        notes.append(f"{target} has no place for corrections: master weights of 16-bit parameters go on from the parameters as they are.")
+    return {"state": state, "param_groups": mapped}, notes
+
+
+def _ways_out(algorithm: str) -> str:
+    names = {"adamw": "adamw_torch, bitsandbytes", "lion": "bitsandbytes", "sgd": "sgd, bitsandbytes"}
+    return f"its state can go to {names[algorithm]} or flashoptim"
+
+
+def _weight_dtype(saved: Mapping[str, Any], values: Mapping[str, Any], target: str, given: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter's weight, which is not in its state."""
+    name = saved.get(DTYPE_KEY, "mixed")
+    if name != "mixed":
+        return getattr(torch, name)
+    if CORRECTION not in values and saved.get("master_bits") is not None:
+        return torch.float32  # every 16-bit weight of the group has a correction
+    if given is None and target == "flashoptim":
+        raise ConfigurationError(
+            "a group has weights of several dtypes, and flashoptim's format depends on them: say weight_dtype (--weight-dtype bfloat16 or "
+            "float16) for the 16-bit ones, or convert a checkpoint folder with its model file."
+        )
+    return given or torch.float32
+
+
+def decode(algorithm: str, values: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """One parameter's states, fp32 in its shape, and its planes: flat constants, codes in the parameter's shape.
+
+    Raises:
+        CheckpointError: planes are missing, damaged or sharded.
+    """
+    states = _states(algorithm, group)
+    codec = get_codec(group["codec"], states, group.get("dither", True))
+    missing = [name for name in (*(plane.name for plane in codec.planes), STEP) if not isinstance(values.get(name), Tensor)]
+    if missing:
+        raise CheckpointError(f"a state lacks {', '.join(missing)} (it has {', '.join(map(str, values))}): it is damaged.")
+    for name, value in values.items():
+        foreign.check_plain(value, name)
+    if not states:
+        return (), {}
+    shape = values[codec.planes[0].name].shape
+    # constants may come in runs, the form that jobs of one process of torch.distributed save
+    planes, _ = sharded.incoming(torch.empty(shape, device="meta"), codec, values, int(values[STEP]))
+    for plane in codec.planes:
+        if planes[plane.name].dtype != plane.dtype or planes[plane.name].numel() != plane.entries(shape.numel()):
+            raise CheckpointError(
+                f"{plane.name} of a parameter of shape {tuple(shape)} has {planes[plane.name].numel()} entries of "
+                f"{planes[plane.name].dtype}, and {plane.entries(shape.numel())} of {plane.dtype} are needed: it is damaged."
+            )
+    flat = [planes[plane.name].reshape(-1) for plane in codec.planes]
+    decoded = codec.decode(flat, shape.numel())
+    return tuple(value.view(shape) for value in decoded), {plane.name: planes[plane.name] for plane in codec.planes}
+
+
+def _write(
+    algorithm: str, target: str, values: Mapping[str, Any], group: Mapping[str, Any], bits: int, dtype: torch.dtype, wide: bool
+) -> dict[str, Any]:
+    """One parameter as the target has it."""
+    states, planes = decode(algorithm, values, group)
+    step = int(values[STEP])
+    names = [state.name for state in _states(algorithm, group)]
+    if target in ("adamw_torch", "sgd"):
+        counted = {STEP: torch.tensor(float(step))} if algorithm == "adamw" else {}
+        return {**counted, **dict(zip(names, states, strict=True))}
+    if target == "bitsandbytes":
+        return foreign.write_bitsandbytes(states, step, bits) if states else {}
+    written: dict[str, Any] = {STEP: torch.tensor(step, dtype=torch.int64)} if algorithm == "adamw" else {}
+    if states:
+        codec = get_codec("softsign", _states(algorithm, group))
+        if group["codec"] != "softsign":
+            flat = [torch.zeros(plane.entries(states[0].numel()), dtype=plane.dtype) for plane in codec.planes]
+            codec.encode([state.flatten() for state in states], flat)
+            planes = {plane.name: value for plane, value in zip(codec.planes, flat, strict=True)}
+        for name in names:
+            scales = planes[f"{name}_scale"].reshape(-1).contiguous()
+            written[name + foreign.QUANTIZED] = planes[name].reshape(states[0].shape)
+            written[name + foreign.SCALES] = scales.view(torch.bfloat16) if dtype == torch.bfloat16 else scales
+    if CORRECTION in values:
+        correction = values[CORRECTION]
+        if wide and correction.dtype == torch.int8:
+            correction = torch.empty(correction.shape, dtype=torch.int16)
+            copy_correction(correction, values[CORRECTION])
+        written[foreign.ERROR_BITS] = foreign.write_error_bits(correction, dtype)
+    return written
+
+
+# ---------------------------------------------------------------------- on load
+
+
+class Loaded(NamedTuple):
+    """What `load_state_dict` goes on with: a state dict in this package's format, and what to say about it (None: nothing)."""
+
+    state_dict: dict[str, Any]
+    message: str | None
+
+
+def for_loading(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> Loaded:
+    """A state dict as `optimizer` can load it, converted if another package wrote it.
+
+    Raises:
+        CheckpointError: it is the state of another algorithm; names both.
+    """
+    source, own = recognise(state_dict), optimizer.rule.name
+    if source is None or own not in STATES:
+        return Loaded(state_dict, None)
+    name = type(optimizer).__name__
+    if source.algorithm != own:
+        raise CheckpointError(
+            f"this is a state of {source} (entries: {_entries(state_dict)}), and {name} takes states of {own}: those of two algorithms "
+            f"cannot be converted into each other. Go on with {Source('flashoptim_hf', source.algorithm)}, or train without this state."
+        )
+    if source.package == "flashoptim_hf":
+        return Loaded(state_dict, None)
+    own_groups = optimizer.param_groups
+    entries = [foreign.unnested(v) for v in state_dict["state"].values() if isinstance(v, Mapping)]
+    rounded = any(foreign.is_torchao(v) or getattr(v, "dtype", None) == torch.uint8 for e in entries for v in e.values())
+    at_once = rounded and source.package != "flashoptim" and len(own_groups) == len(state_dict["param_groups"])
+    whole = at_once and not any(sharded.is_sharded(param) for group in own_groups for param in group["params"])
+    converted, notes = to_ours(state_dict, [(group["codec"], group["dither"]) for group in own_groups] if whole else None)
+    targets = [group["codec"] for group in own_groups]
+    forms = [group["codec"] for group in converted["param_groups"]]
+    exact = targets == forms and not (whole and set(targets) != {"none"})
+    how = "as it was" if exact else f"decoded and stored once with codec={', '.join(map(repr, dict.fromkeys(targets)))}, within its error"
+    message = f"the optimizer state is one of {source}; {name} has taken it over, {how}."
+    return Loaded(converted, " ".join([message, *notes]) if entries else None)
