@@ -1,0 +1,118 @@
+"""A plain Accelerate loop: full fine-tuning of a causal language model in bf16 with 24-bit master weights and paged 8-bit states.
+
+    accelerate launch --config_file configs/accelerate/single_gpu.yaml recipes/accelerate_loop.py \
+        --model_name_or_path .demo/model --dataset .demo/train.jsonl --output_dir .demo/loop
+
+Options come as flags or from one YAML file (`--config FILE`). `--resume true` goes on from the last checkpoint, bit for bit. Several
+processes are DDP, and with configs/accelerate/fsdp2_full.yaml FSDP2; on CPUs: torchrun --nproc-per-node 2 recipes/accelerate_loop.py ...
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sft_data
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, get_scheduler
+from trl import TrlParser
+
+from flashoptim_hf import FlashAdamW
+
+
+@dataclass
+class LoopConfig:
+    """The options of the loop."""
+
+    model_name_or_path: str = field(metadata={"help": "A folder or a hub id."})
+    dataset: str = field(metadata={"help": "A .jsonl, .json, .csv or .parquet file, or a hub id."})
+    output_dir: str = field(default="run", metadata={"help": "Checkpoints go here."})
+    max_steps: int = field(default=100, metadata={"help": "Optimizer steps in all."})
+    save_steps: int = field(default=50, metadata={"help": "Optimizer steps between checkpoints."})
+    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
+    learning_rate: float = field(default=1e-5, metadata={"help": "Highest learning rate."})
+    warmup_steps: int = field(default=5, metadata={"help": "Steps from 0 to it; then down along a cosine."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Decoupled weight decay."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
+    batch_size: int = field(default=2, metadata={"help": "Samples per process and micro batch."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Micro batches per step."})
+    max_length: int = field(default=256, metadata={"help": "Longest sample in tokens."})
+    seed: int = field(default=0, metadata={"help": "Of the order of samples and of dropout."})
+    paged: bool = field(default=True, metadata={"help": "Whether states live in host memory."})
+    use_cpu: bool = field(default=not torch.accelerator.is_available(), metadata={"help": "Train on the CPU."})
+
+
+def save(accelerator: Accelerator, folder: Path) -> None:
+    """Save under another name and rename at the end, so that a folder with a checkpoint's name is complete."""
+    part = folder.with_name(f"{folder.name}.part")
+    accelerator.save_state(str(part), safe_serialization=False)  # tied weights stay tied
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+        os.replace(part, folder)
+    accelerator.wait_for_everyone()
+
+
+def main() -> None:
+    """Train, save, resume."""
+    (config,) = TrlParser((LoopConfig,)).parse_args_and_config()
+    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.seed)
+    accumulation = config.gradient_accumulation_steps
+    accelerator = Accelerator(cpu=config.use_cpu, gradient_accumulation_steps=accumulation, dataloader_config=order)
+    set_seed(config.seed)
+    tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    with accelerator.main_process_first():
+        data, _ = sft_data.prepare(sft_data.load(config.dataset), tokenizer, sft_data.Plan(config.max_length))
+    # a generator of its own: to begin an epoch would otherwise draw from the one that dropout uses, and a resumed run begins one more
+    own = torch.Generator().manual_seed(config.seed)
+    collate = DataCollatorForSeq2Seq(tokenizer)
+    loader = DataLoader(data, config.batch_size, shuffle=True, drop_last=True, collate_fn=collate, generator=own)
+    model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.bfloat16)
+    optimizer = FlashAdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, paged=config.paged)
+    ends = [steps * accelerator.num_processes for steps in (config.warmup_steps, config.max_steps)]  # Accelerate counts every process's
+    scheduler = get_scheduler("cosine", optimizer, *ends)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    output = Path(config.output_dir)
+    step = max((int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if path.suffix != ".part"), default=0)
+    if not config.resume:
+        step = 0
+    elif step:
+        accelerator.load_state(str(output / f"checkpoint-{step}"))
+    steps_per_epoch = -(-len(loader) // accumulation)
+    model.train()
+    while step < config.max_steps:
+        epoch, done = divmod(step, steps_per_epoch)
+        loader.set_epoch(epoch)
+        losses = []
+        for batch in accelerator.skip_first_batches(loader, done * accumulation):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                losses.append(loss.detach())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            step += 1
+            mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+            accelerator.print(f"step {step}: loss {mean!r}")
+            losses = []
+            if step % config.save_steps == 0 or step == config.max_steps:
+                save(accelerator, output / f"checkpoint-{step}")
+            if step == config.max_steps:
+                break
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
