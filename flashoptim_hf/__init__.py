@@ -14,13 +14,14 @@ from .trainer.register import unregister as unregister
 
 __version__ = "0.1.0"
 
-_CALLBACK = "FlashOptimCallback"
+_LAZY = {"FlashOptimCallback": "callbacks", "last_complete_checkpoint": "complete"}
+"""Public name -> the module of `trainer/` that has it."""
 
 
 def __getattr__(name: str) -> Any:
-    """`FlashOptimCallback`, and the class of each algorithm in `optim/`."""
-    if name == _CALLBACK:
-        return getattr(importlib.import_module(f"{__name__}.trainer.callbacks"), name)
+    """`FlashOptimCallback`, `last_complete_checkpoint`, and the class of each algorithm in `optim/`."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.trainer.{_LAZY[name]}"), name)
     for stem, cls in algorithms().items() if name.startswith("Flash") else ():
         if cls == name:
             return optimizer_class(stem)
@@ -28,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", "register", "unregister", _CALLBACK, *algorithms().values()})
+    return sorted({"__version__", "register", "unregister", *_LAZY, *algorithms().values()})
 
 
 register()

@@ -19,5 +19,13 @@ class CheckpointError(FlashOptimError, ValueError):
     """A state that does not fit the optimizer, or a damaged file. Nothing has been changed when it is raised."""
 
 
+class CheckpointWriteError(FlashOptimError, OSError):
+    """A checkpoint cannot be written, for example on a full disk. Earlier checkpoints and the state in memory are as they were."""
+
+
 class HostMemoryError(FlashOptimError, MemoryError):
     """Host memory for the optimizer state cannot be had."""
+
+
+class DeviceMemoryError(FlashOptimError, RuntimeError):
+    """Device memory for the least that an update needs cannot be had."""

@@ -4,8 +4,9 @@ Names are file names: `optim/<stem>.py` is an algorithm if it defines a class wh
 `FlashAdamW`), and gives `flashoptim_<stem>` and `flashoptim_paged_<stem>`. Files are read to find this out, not imported.
 
 What is touched in transformers, each only where it concerns these names: members of the enum `OptimizerNames`; entries in
-`trainer_optimizer._OPTIMIZER_HANDLERS`; one more class in `trainer.DEFAULT_CALLBACKS`; and `Trainer.get_optimizer_cls_and_kwargs`, which
-otherwise cuts `optim_args` at every comma before a handler sees it, so that neither a tuple nor a comma at the end survives.
+`trainer_optimizer._OPTIMIZER_HANDLERS`; one more class in `trainer.DEFAULT_CALLBACKS`; `Trainer.get_optimizer_cls_and_kwargs`, which
+otherwise cuts `optim_args` at every comma before a handler sees it, so that neither a tuple nor a comma at the end survives; and the
+methods of `Trainer` that save and resume, see `saving.py`.
 """
 
 from __future__ import annotations
@@ -202,8 +203,10 @@ def unregister() -> None:
         for name in [name for name, handler in table.items() if isinstance(handler, Handler)]:
             del table[name]
     if trainer is not None:
+        from . import saving
         from .callbacks import FlashOptimCallback
 
+        saving.remove(trainer.Trainer)
         trainer.DEFAULT_CALLBACKS[:] = [callback for callback in trainer.DEFAULT_CALLBACKS if callback is not FlashOptimCallback]
         method = inspect.getattr_static(trainer.Trainer, _METHOD).__func__
         if hasattr(method, _OURS):  # if another package has wrapped it since, it stays inside and passes everything on
@@ -238,11 +241,13 @@ def _extend_table(module: ModuleType) -> bool:
 
 
 def _extend_trainer(module: ModuleType) -> None:
-    """`transformers.trainer` is loaded: add the callback, and see to it that `optim_args` arrives whole."""
+    """`transformers.trainer` is loaded: add the callback, make saving safe, and see to it that `optim_args` arrives whole."""
+    from . import saving
     from .callbacks import FlashOptimCallback
 
     if FlashOptimCallback not in module.DEFAULT_CALLBACKS:
         module.DEFAULT_CALLBACKS.append(FlashOptimCallback)
+    saving.install(module.Trainer)
     # another finder may have kept ours from seeing the two modules before: each action makes up for those that should have run
     table = sys.modules.get("transformers.trainer_optimizer")
     if table is None or not _extend_table(table):
