@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.base import State, get_codec
+from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import copy_correction
 from ..errors import CheckpointError, ConfigurationError
 from . import foreign, groups, sharded
@@ -119,7 +119,7 @@ def to_ours(state_dict: Mapping[str, Any], storage: Sequence[tuple[str, bool]] |
     if source is None:
         raise CheckpointError(unknown(state_dict))
     if source.package == "flashoptim_hf":
-        return dict(state_dict), []
+        return (dict(state_dict) if storage is None else _stored_anew(source.algorithm, state_dict, storage)), []
     notes: list[str] = []
     state: dict[Any, Any] = {}
     mapped = []
@@ -161,12 +161,33 @@ def _read(
     if len(decoded) == 2 and any(foreign.is_torchao(v) or getattr(v, "dtype", None) == torch.uint8 for v in values.values()):
         # rounded apart, v can be 0 where m is not, and the next update would be m / eps
         decoded[0] = torch.where(decoded[1] > 0, decoded[0], 0)
+    return {**found, **_encoded(codec, decoded, step)}, dtype
+
+
+def _encoded(codec: Codec, decoded: Sequence[Tensor], step: int) -> dict[str, Tensor]:
+    """fp32 states as a codec's planes, by their names."""
     if codec.name == "none":
-        return {**found, **{state.name: value for state, value in zip(states, decoded, strict=True)}}, dtype
+        return {plane.name: value for plane, value in zip(codec.planes, decoded, strict=True)}
     shape = decoded[0].shape
     planes = [torch.zeros(plane.entries(shape.numel()), dtype=plane.dtype) for plane in codec.planes]
     codec.encode([value.flatten() for value in decoded], planes, step=step)
-    return {**found, **{p.name: v.view(shape) if p.group == 1 else v for p, v in zip(codec.planes, planes, strict=True)}}, dtype
+    return {plane.name: value.view(shape) if plane.group == 1 else value for plane, value in zip(codec.planes, planes, strict=True)}
+
+
+def _stored_anew(algorithm: str, state_dict: Mapping[str, Any], storage: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+    """A state of this package with other codecs; corrections and step counts stay."""
+    state = dict(state_dict["state"])
+    mapped = []
+    for saved, (name, dither) in zip(state_dict["param_groups"], storage, strict=True):
+        mapped.append({**saved, "codec": name, "dither": dither})
+        codec = get_codec(name, _states(algorithm, saved), dither)
+        for key in saved["params"]:
+            values = state.get(key)
+            if values and name != saved["codec"]:
+                decoded, _ = decode(algorithm, values, saved)
+                kept = {own: values[own] for own in (STEP, CORRECTION) if own in values}
+                state[key] = {**kept, **_encoded(codec, decoded, int(values[STEP]))}
+    return {**state_dict, "state": state, "param_groups": mapped}
 
 
 def _decoded(source: Source, values: Mapping[str, Any], state: State, number: int) -> Tensor:
@@ -227,6 +248,10 @@ def from_ours(
         CheckpointError: the target is of another algorithm, or the state is sharded or damaged.
         ConfigurationError: an unknown target, or a missing `weight_dtype`.
     """
+    if target == "torchao":
+        raise CheckpointError(
+            "torchao's states can be read, not written: they are objects of its own classes. Write adamw_torch or bitsandbytes."
+        )
     if target not in TARGETS:
         raise ConfigurationError(f"target {target!r} is not known; choose one of {', '.join(TARGETS)}.")
     if bits not in (8, 32):
@@ -316,11 +341,8 @@ def _write(
         return foreign.write_bitsandbytes(states, step, bits) if states else {}
     written: dict[str, Any] = {STEP: torch.tensor(step, dtype=torch.int64)} if algorithm == "adamw" else {}
     if states:
-        codec = get_codec("softsign", _states(algorithm, group))
         if group["codec"] != "softsign":
-            flat = [torch.zeros(plane.entries(states[0].numel()), dtype=plane.dtype) for plane in codec.planes]
-            codec.encode([state.flatten() for state in states], flat)
-            planes = {plane.name: value for plane, value in zip(codec.planes, flat, strict=True)}
+            planes = _encoded(get_codec("softsign", _states(algorithm, group)), states, step)
         for name in names:
             scales = planes[f"{name}_scale"].reshape(-1).contiguous()
             written[name + foreign.QUANTIZED] = planes[name].reshape(states[0].shape)
