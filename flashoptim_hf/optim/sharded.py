@@ -50,7 +50,7 @@ def check(param: Tensor) -> None:
         for placement in param.placements:  # type: ignore[attr-defined]
             if not (placement.is_replicate() or (type(placement).__name__ == "Shard" and placement.dim == 0)):
                 raise UnsupportedError(
-                    f"a parameter of shape {tuple(param.shape)} has the placement {placement}; parameters sharded on dimension 0 (FSDP2, "
+                    f"a parameter of shape {tuple(param.shape)} has the placement {placement!r}; parameters sharded on dimension 0 (FSDP2, "
                     "fully_shard) are supported. Use fully_shard without tensor parallelism."
                 )
 
