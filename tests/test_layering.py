@@ -23,6 +23,8 @@ RANKS = {
     "planner": 5,
     "bench": 5,
     "cli": 6,
+    "cli_convert": 6,
+    "cli_inspect": 6,
     "run": 6,
     "": 6,  # the package's own __init__: it may use everything, and nothing below may use it
 }

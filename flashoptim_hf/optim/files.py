@@ -1,0 +1,129 @@
+"""Optimizer states in files: found, read with what a user needs to know when they cannot be, and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..paging.plan import format_bytes
+
+NAMES = ("optimizer.pt", "optimizer.bin")
+"""The Trainer's name, and Accelerate's."""
+_HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def locate(path: Path) -> Path:
+    """The optimizer's file: `path` itself, or the one in that folder.
+
+    Raises:
+        CheckpointError: there is none, or it is spread over files of `torch.distributed.checkpoint`.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not there.")
+    for name in NAMES:
+        if (path / name).is_file():
+            return path / name
+    if path.joinpath(".metadata").is_file() or any(path.glob("optimizer_*/.metadata")):
+        raise CheckpointError(
+            f"{path} holds a sharded checkpoint (torch.distributed.checkpoint). Make one file of the optimizer's folder first: "
+            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER optimizer.pt"
+        )
+    raise CheckpointError(f"{path} holds no optimizer state: there is neither {' nor '.join(NAMES)} in it (save_only_model=True?).")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The state dict in a file, on the CPU. Only tensors and plain numbers are read, and torchao's state tensors where it is installed.
+
+    Raises:
+        CheckpointError: names the file, and says whether it is damaged or needs a package.
+    """
+    try:
+        state = _load(path)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        if "torchao" not in str(error):
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"{path} cannot be read: {said}. It is damaged, was cut off, or is not what torch.save writes."
+            ) from error
+        try:
+            import torchao.optim  # noqa: F401  (its import allows its own classes to be loaded)
+        except ImportError:
+            raise CheckpointError(f"{path} holds tensors of torchao: install it to read them (pip install torchao).") from None
+        state = _load(path)
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        keys = list(state)[:5] if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(f"{path} holds no optimizer's state dict (state and param_groups), but {keys}.")
+    return state
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError):  # files of torch before 1.6, and tensors of other classes, cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def half_dtype(folder: Path) -> torch.dtype | None:
+    """The 16-bit dtype of a checkpoint's weights, from its safetensors files; None where there are none, or of both kinds."""
+    found = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            found |= {_HALF[kind] for kind in {file.get_slice(name).get_dtype() for name in file.keys()} if kind in _HALF}  # noqa: SIM118
+    return found.pop() if len(found) == 1 else None
+
+
+def write(state: Mapping[str, Any], path: Path) -> None:
+    """Save under a temporary name, see to it that it reaches the disk, and rename: `path` is whole or as it was.
+
+    Raises:
+        CheckpointError: it cannot be written; says what is needed and what is free. Nothing is left behind.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as stream:
+            torch.save(dict(state), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:
+        part.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+        raise CheckpointError(
+            f"{path} could not be written ({str(error).splitlines()[0]}): about {format_bytes(nbytes(state))} are needed, and "
+            f"{format_bytes(free)} are free there."
+        ) from error
+
+
+def nbytes(state: Mapping[str, Any]) -> int:
+    """Bytes of all tensors in a state dict."""
+    return sum(plane_bytes(state).values())
+
+
+def plane_bytes(state: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of the tensors of all parameters together, by their name in the state."""
+    totals: dict[str, int] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for inner, part in value.items():
+                add(inner, part)
+        elif isinstance(value, Tensor):
+            parts = [getattr(value, part, None) for part in ("codes", "scale", "qmap")]  # torchao's tensors
+            tensors = [part for part in parts if isinstance(part, Tensor)] or [value]
+            totals[name] = totals.get(name, 0) + sum(part.numel() * part.itemsize for part in tensors)
+
+    for values in state["state"].values():
+        add("", values)
+    return totals
