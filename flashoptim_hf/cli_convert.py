@@ -24,7 +24,9 @@ def run(
         str | None, typer.Option(help="With --to flashoptim_hf: how states are stored. Default log, for Lion and SGD square.")
     ] = None,
     bits: Annotated[int, typer.Option(help="With --to bitsandbytes: 8 or 32.")] = 8,
-    weight_dtype: Annotated[str | None, typer.Option(help="bfloat16 or float16, where neither the state nor a model file tells.")] = None,
+    weight_dtype: Annotated[
+        str | None, typer.Option(help="With --to flashoptim: bfloat16, float16 or float32, where neither the state nor a model file tells.")
+    ] = None,
 ) -> None:
     """Convert a saved optimizer state to and from torch, bitsandbytes, flashoptim and torchao."""
     from .optim import files
@@ -61,9 +63,9 @@ def convert_state(
     from .codecs.base import get_codec
     from .optim import convert, files
 
-    dtypes = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if weight_dtype not in dtypes:
-        raise ConfigurationError(f"--weight-dtype {weight_dtype!r} is not known; choose bfloat16 or float16.")
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if weight_dtype is not None and weight_dtype not in dtypes:
+        raise ConfigurationError(f"--weight-dtype {weight_dtype!r} is not known; choose {', '.join(dtypes)}.")
     found = convert.recognise(state)
     if found is None:
         raise CheckpointError(convert.unknown(state))
@@ -75,7 +77,7 @@ def convert_state(
         result, notes = convert.to_ours(state, [(name, True)] * len(state["param_groups"]))
         return [f"{found} -> {convert.recognise(result)}, codec={name!r}", *notes], result
     mine, notes = convert.to_ours(state)
-    dtype = dtypes[weight_dtype] or (files.half_dtype(folder) if to == "flashoptim" else None)
+    dtype = dtypes[weight_dtype] if weight_dtype else files.weight_dtypes(folder) if to == "flashoptim" else None
     result, more = convert.from_ours(mine, to, bits=bits, weight_dtype=dtype)
     return [f"{found} -> {convert.recognise(result)}", *notes, *more], result
 

@@ -153,7 +153,7 @@ def converted(algorithm: str, state: dict[str, Any], target: str) -> tuple[dict[
     mine, notes = convert.to_ours(state)
     bits = 32 if target == "bitsandbytes32" else 8
     name = TORCH_NAMES[algorithm] if target == "torch" else target.rstrip("0123456789")
-    state, more = convert.from_ours(mine, name, bits=bits)
+    state, more = convert.from_ours(mine, name, bits=bits, weight_dtype=torch.float32)
     return state, [*notes, *more]
 
 

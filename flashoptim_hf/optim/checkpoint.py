@@ -25,9 +25,9 @@ from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..errors import CheckpointError, ConfigurationError
 from . import convert, sharded
-from .groups import DTYPE_KEY, FORMAT, FORMAT_KEY
 from .layout import CORRECTION, STEP, Record, codec_views, local
 from .options import PLACEMENT, STORAGE
+from .sources import DTYPE_KEY, FORMAT, FORMAT_KEY
 
 if TYPE_CHECKING:
     from .base import FlashOptimizer

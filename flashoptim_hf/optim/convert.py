@@ -17,8 +17,8 @@ from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import copy_correction
 from ..errors import CheckpointError, ConfigurationError
 from . import foreign, groups, sharded
-from .groups import DTYPE_KEY, FORMAT_KEY, Source
 from .layout import CORRECTION, STEP
+from .sources import DTYPE_KEY, FORMAT, FORMAT_KEY, STATES, Source, entries_of, recognise, unknown
 
 if TYPE_CHECKING:
     from .base import FlashOptimizer
@@ -26,72 +26,7 @@ if TYPE_CHECKING:
 TARGETS = ("adamw_torch", "sgd", "bitsandbytes", "flashoptim")
 """What `from_ours` writes; the first two are transformers' names of torch's own optimizers."""
 
-STATES = {
-    "adamw": (State("exp_avg", signed=True), State("exp_avg_sq", signed=False)),
-    "lion": (State("exp_avg", signed=True),),
-    "sgd": (State("momentum_buffer", signed=True),),
-}
-
-
-# ---------------------------------------------------------------------- whose state it is
-
-
-def recognise(state_dict: Mapping[str, Any]) -> Source | None:
-    """Which package and which algorithm wrote a state dict; `str()` of it is a name for people. None: none that is known here.
-
-    Adam counts as AdamW: the states are the same. bitsandbytes stores Lion and SGD alike; a second beta below 1/2 is SGD's dampening.
-    """
-    saved = list(state_dict.get("param_groups", []))
-    entries = [foreign.unnested(values) for values in state_dict.get("state", {}).values() if isinstance(values, Mapping)]
-    keys = {key for values in entries for key in values}
-    if not saved:
-        return None
-    group = saved[0]
-    if any(FORMAT_KEY in one or "codec" in one for one in saved):
-        return _named("flashoptim_hf", _by_options(group, keys))
-    if "master_bytewidth" in group or any(key.endswith(foreign.QUANTIZED) for key in keys):
-        return _named("flashoptim", _by_options(group, {key.partition("::")[0] for key in keys}))
-    if "state1" in keys or "t_alpha" in group:
-        return _named("bitsandbytes", _bitsandbytes_algorithm(group, keys))
-    if any(foreign.is_torchao(value) for values in entries for value in values.values()):
-        return _named("torchao", _torch_algorithm(group, keys))
-    return _named("torch", _torch_algorithm(group, keys))
-
-
-def _named(package: str, algorithm: str | None) -> Source | None:
-    return None if algorithm is None else Source(package, algorithm)
-
-
-def _by_options(group: Mapping[str, Any], keys: set[str]) -> str | None:
-    """By the options that only one of the algorithms has, or else by the names of the states."""
-    if "momentum" in group:
-        return "sgd"
-    if "betas" in group:
-        return "adamw" if "eps" in group else "lion"
-    return "adamw" if "exp_avg_sq" in keys else "sgd" if "momentum_buffer" in keys else "lion" if "exp_avg" in keys else None
-
-
-def _bitsandbytes_algorithm(group: Mapping[str, Any], keys: set[str]) -> str | None:
-    betas = group.get("betas", ())
-    if len(betas) != 2 or "unorm_vec" in keys:  # AdEMAMix; LAMB and LARS
-        return None
-    if "state2" in keys or "t_alpha" in group:
-        return "adamw"
-    if group.get("eps", 0) > 0:  # RMSprop and Adagrad, which store one state too
-        return None
-    return "lion" if betas[1] >= 0.5 else "sgd"
-
-
-def _torch_algorithm(group: Mapping[str, Any], keys: set[str]) -> str | None:
-    radam = "decoupled_weight_decay" in group and "amsgrad" not in group  # it stores the same states for other arithmetic
-    if "betas" in group and not radam:
-        if {"exp_avg", "exp_avg_sq"} <= keys <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} or (not keys and "amsgrad" in group):
-            return "adamw"
-        if {"exp_avg"} <= keys <= {"step", "exp_avg"}:
-            return "lion"
-    if "dampening" in group and keys <= {"step", "momentum_buffer"}:  # Muon has a momentum_buffer, and no dampening
-        return "sgd"
-    return None
+WeightDtype = torch.dtype | Mapping[torch.Size, torch.dtype] | None
 
 
 def _states(algorithm: str, group: Mapping[str, Any]) -> tuple[State, ...]:
@@ -133,8 +68,10 @@ def to_ours(state_dict: Mapping[str, Any], storage: Sequence[tuple[str, bool]] |
         for key, values in entries.items():
             state[key], dtype = _read(source, values, states, codec, dither, saved)
             dtypes.add(dtype)
+        if any(STEP not in values for values in entries.values()):
+            group[groups.UNCOUNTED_KEY] = True
         known = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 and None not in dtypes else "mixed"
-        mapped.append({**group, "codec": codec, "dither": dither, FORMAT_KEY: groups.FORMAT, DTYPE_KEY: known})
+        mapped.append({**group, "codec": codec, "dither": dither, FORMAT_KEY: FORMAT, DTYPE_KEY: known})
     return {"state": state, "param_groups": mapped}, notes
 
 
@@ -213,25 +150,11 @@ def _decoded(source: Source, values: Mapping[str, Any], state: State, number: in
     return value.detach().float().cpu() if not hasattr(value, "_local_tensor") else value.detach().float()
 
 
-def unknown(state_dict: Mapping[str, Any]) -> str:
-    """The sentence about a state that nobody here can read."""
-    return (
-        f"this optimizer state has the entries {_entries(state_dict)}, which is no format known here. Known are "
-        "AdamW, Lion or SGD of flashoptim_hf, torch, bitsandbytes (8 or 32 bits) or flashoptim, or AdamW of torchao."
-    )
-
-
-def _entries(state_dict: Mapping[str, Any]) -> str:
-    """For messages: what the state keeps for a parameter."""
-    keys = {key for values in state_dict.get("state", {}).values() if isinstance(values, Mapping) for key in foreign.unnested(values)}
-    return ", ".join(sorted(map(str, keys))) or "none"
-
-
 # ---------------------------------------------------------------------- out
 
 
 def from_ours(
-    state_dict: Mapping[str, Any], target: str, *, bits: int = 8, weight_dtype: torch.dtype | None = None
+    state_dict: Mapping[str, Any], target: str, *, bits: int = 8, weight_dtype: WeightDtype = None
 ) -> tuple[dict[str, Any], list[str]]:
     """A state dict of this package as another optimizer loads it.
 
@@ -239,7 +162,7 @@ def from_ours(
         state_dict: in this package's format, of one process.
         target: one of `TARGETS`.
         bits: 8 (default) or 32, for bitsandbytes. Tensors of fewer than 4096 elements are fp32 there in any case.
-        weight_dtype: dtype of 16-bit weights, for flashoptim; only needed where a group has weights of several dtypes.
+        weight_dtype: dtype of the weights, or of those of each shape, for flashoptim; only needed where the state does not tell.
 
     Returns:
         the state dict, and sentences about what the target cannot hold.
@@ -283,19 +206,24 @@ def _ways_out(algorithm: str) -> str:
     return f"its state can go to {names[algorithm]} or flashoptim"
 
 
-def _weight_dtype(saved: Mapping[str, Any], values: Mapping[str, Any], target: str, given: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's weight, which is not in its state."""
+def _weight_dtype(saved: Mapping[str, Any], values: Mapping[str, Any], target: str, given: WeightDtype) -> torch.dtype:
+    """The dtype of a parameter's weight, which is not in its state. Only flashoptim's form depends on it."""
+    if target != "flashoptim":
+        return torch.float32
     name = saved.get(DTYPE_KEY, "mixed")
     if name != "mixed":
         return getattr(torch, name)
     if CORRECTION not in values and saved.get("master_bits") is not None:
         return torch.float32  # every 16-bit weight of the group has a correction
-    if given is None and target == "flashoptim":
+    if isinstance(given, Mapping):
+        shapes = [value.shape for key, value in values.items() if key != STEP and isinstance(value, Tensor) and value.shape in given]
+        given = given[shapes[0]] if shapes else None
+    if given is None or (CORRECTION in values and given == torch.float32):
         raise ConfigurationError(
-            "a group has weights of several dtypes, and flashoptim's format depends on them: say weight_dtype (--weight-dtype bfloat16 or "
-            "float16) for the 16-bit ones, or convert a checkpoint folder with its model file."
+            "flashoptim's format depends on the dtype of the weights, and this state does not tell it: say weight_dtype (--weight-dtype "
+            "bfloat16, float16 or float32), or convert a checkpoint folder with its model file."
         )
-    return given or torch.float32
+    return given
 
 
 def decode(algorithm: str, values: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -378,7 +306,7 @@ def for_loading(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> Loaded
     name = type(optimizer).__name__
     if source.algorithm != own:
         raise CheckpointError(
-            f"this is a state of {source} (entries: {_entries(state_dict)}), and {name} takes states of {own}: those of two algorithms "
+            f"this is a state of {source} (entries: {entries_of(state_dict)}), and {name} takes states of {own}: those of two algorithms "
             f"cannot be converted into each other. Go on with {Source('flashoptim_hf', source.algorithm)}, or train without this state."
         )
     if source.package == "flashoptim_hf":

@@ -17,7 +17,7 @@ from ..paging.plan import format_bytes
 
 NAMES = ("optimizer.pt", "optimizer.bin")
 """The Trainer's name, and Accelerate's."""
-_HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def locate(path: Path) -> Path:
@@ -73,15 +73,18 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def half_dtype(folder: Path) -> torch.dtype | None:
-    """The 16-bit dtype of a checkpoint's weights, from its safetensors files; None where there are none, or of both kinds."""
-    found = set()
+def weight_dtypes(folder: Path) -> dict[torch.Size, torch.dtype]:
+    """dtype of the weights of each shape, from a checkpoint's safetensors files; shapes that come in several dtypes are left out."""
+    found: dict[torch.Size, set[torch.dtype | None]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         from safetensors import safe_open
 
         with safe_open(path, "pt") as file:
-            found |= {_HALF[kind] for kind in {file.get_slice(name).get_dtype() for name in file.keys()} if kind in _HALF}  # noqa: SIM118
-    return found.pop() if len(found) == 1 else None
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found.setdefault(torch.Size(part.get_shape()), set()).add(_DTYPES.get(part.get_dtype()))
+    single = {shape: next(iter(dtypes)) for shape, dtypes in found.items() if len(dtypes) == 1}
+    return {shape: dtype for shape, dtype in single.items() if dtype is not None}
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:

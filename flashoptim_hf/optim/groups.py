@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import CheckpointError
 from .foreign import MASTER_BYTES
 from .options import STORAGE
+from .sources import DTYPE_KEY, FORMAT_KEY, Source
 
-FORMAT_KEY = "flashoptim_format"
-FORMAT = 1
-DTYPE_KEY = "weight_dtype"
-"""dtype of a group's weights when it was saved, or "mixed"."""
+UNCOUNTED_KEY = "steps_since_conversion"
+"""In a group: its step counts begin at a conversion, since the package before did not count."""
 
 _HOW = ("foreach", "capturable", "differentiable", "fused")
 """Options of torch that say how, not what."""
 _TORCH = {"adamw": ("amsgrad", "maximize", "decoupled_weight_decay"), "lion": ("maximize",), "sgd": ("maximize",)}
 _BITSANDBYTES = ("alpha", "t_alpha", "t_beta3")
-_NAMES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
-
-
-class Source(NamedTuple):
-    """Who wrote a state: `package` ("flashoptim_hf", "torch", "bitsandbytes", "flashoptim", "torchao"), `algorithm` (a file name here)."""
-
-    package: str
-    algorithm: str
-
-    def __str__(self) -> str:
-        name = _NAMES[self.algorithm]
-        return f"{self.package} {'Flash' if self.package.startswith('flashoptim') else ''}{name}"
 
 
 def incoming(source: Source, saved: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -82,7 +69,7 @@ def outgoing(algorithm: str, target: str, saved: Mapping[str, Any], wide: bool, 
     Raises:
         CheckpointError: an option that the target does not have and that changes the result.
     """
-    group = {key: value for key, value in saved.items() if key not in (*STORAGE, FORMAT_KEY, DTYPE_KEY)}
+    group = {key: value for key, value in saved.items() if key not in (*STORAGE, FORMAT_KEY, DTYPE_KEY, UNCOUNTED_KEY)}
     group["lr"] = float(group["lr"])
     if algorithm == "sgd":
         if group.pop("decoupled_weight_decay", False) and group["weight_decay"]:
