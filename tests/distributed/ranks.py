@@ -1,0 +1,273 @@
+"""Run by `test_ranks.py`: two forked ranks go through every check here, and write down what became of each.
+
+python -m tests.distributed.ranks FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from flashoptim_hf import FlashAdamW
+from flashoptim_hf.bench.reshard_ranks import spawn
+from flashoptim_hf.errors import UnsupportedError
+from flashoptim_hf.optim import sharded
+from tests.distributed import resume
+
+CHECKS: dict[str, Callable[[Path], None]] = {}
+
+
+def check(work: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Register a check under its name with blanks."""
+    CHECKS[work.__name__.replace("_", " ")] = work
+    return work
+
+
+for mode_name, mode in resume.MODES_OF_RANKS.items():
+    for case_name, case in resume.CASES.items():
+        CHECKS[f"resume {mode_name} {case_name}"] = lambda folder, mode=mode, case=case: resume.check_resume(mode, case, folder)
+
+
+def same_everywhere(value: torch.Tensor) -> None:
+    first = value.detach().clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, value)
+
+
+@check
+def prepared_models_are_ddp(folder: Path) -> None:  # noqa: ARG001
+    run = resume.Accelerate(resume.CASES["adamw fp32"], seed=0)
+    assert type(run.model) is DistributedDataParallel
+    assert run.accelerator.num_processes == 2
+
+
+@check
+def ddp_keeps_ranks_identical(folder: Path) -> None:
+    run = resume.Ddp(resume.CASES["adamw 24-bit masters"], seed=dist.get_rank())  # DDP broadcasts rank 0's weights
+    losses = torch.tensor([run.step(number) for number in range(5)])
+    run.save(folder)
+    gathered = [torch.empty_like(losses) for _ in range(2)]
+    dist.all_gather(gathered, losses)
+    assert not torch.equal(*gathered)  # each rank has data of its own
+    for p in run.model.parameters():
+        same_everywhere(p)
+        for name, value in run.optimizer.state[p].items():
+            same_everywhere(value.view(torch.uint8) if name != "step" else value)
+    assert sorted(path.name for path in folder.iterdir()) == ["all.pt"]
+
+
+@check
+def sharded_ranks_are_one_process(folder: Path) -> None:  # noqa: ARG001
+    """The same batch on both ranks: bit for bit with fp32 states, and within the effect of other group borders with codes."""
+    for codec, bound in (("none", 0.0), ("log", 2e-3)):
+        case = resume.Case(FlashAdamW, {"codec": codec}, torch.float32)
+        x = torch.randn(8, 7, generator=torch.Generator().manual_seed(3))
+        weights = []
+        for mode in (resume.Plain, resume.Fsdp2):
+            run = mode(case, seed=0)
+            for _ in range(10):
+                run.model(x).square().mean().backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            for p, values in run.optimizer.state.items():
+                part = p._local_tensor if isinstance(p, DTensor) else p
+                assert values["exp_avg"].numel() == part.numel()
+                assert type(values["exp_avg"]) is torch.Tensor
+            weights.append([p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in run.model.parameters()])
+        for one, two in zip(*weights, strict=True):
+            assert float((one - two).abs().max()) <= bound, (codec, one.shape)
+
+
+@check
+def some_ranks_hold_nothing_of_small_parameters(folder: Path) -> None:
+    run = resume.Fsdp2(resume.CASES["adamw paged"], seed=0)
+    never = get_optimizer_state_dict(run.model, run.optimizer)
+    assert {tuple(group) for group in [sorted(g) for g in never["param_groups"]]}
+    before = {name for name, values in never["state"].items() if values}
+    run.step(0)
+    stepped = get_optimizer_state_dict(run.model, run.optimizer)
+    keys = [None, None]
+    dist.all_gather_object(keys, {name: sorted(values) for name, values in stepped["state"].items()})
+    assert keys[0] == keys[1]  # entries exist on the rank with nothing too, so that collectives match
+    assert before <= set(keys[0])
+    sizes = [p._local_tensor.numel() for p in run.model.parameters()]
+    assert (0 in sizes) == (dist.get_rank() == 1)
+    report = run.optimizer.memory_report()
+    assert report.num_params == sum(sizes)
+    assert run.optimizer.planned_bytes()[0] == report.host_bytes
+    run.save(folder)
+    run.load(folder)
+    run.step(1)
+
+
+@check
+def a_state_that_was_never_stepped_is_empty(folder: Path) -> None:  # noqa: ARG001
+    run = resume.Fsdp2(resume.CASES["adamw fp32"], seed=0)
+    saved = run.optimizer.state_dict()
+    assert saved["state"] == {}
+    assert saved["param_groups"][0]["lr"] == 1e-2
+    run.optimizer.load_state_dict(saved)
+    run.step(0)
+
+
+@check
+def an_empty_group_keeps_its_options(folder: Path) -> None:
+    def make() -> tuple[nn.Module, FlashAdamW]:
+        torch.manual_seed(0)
+        model = nn.Linear(7, 5)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        groups = [{"params": list(model.parameters()), "weight_decay": 0.1, "lr": 3e-3}, {"params": [], "weight_decay": 0.0, "lr": 2e-3}]
+        return model, FlashAdamW(groups)
+
+    def step(model: nn.Module, optimizer: FlashAdamW) -> None:
+        model(torch.ones(2, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    step(model, optimizer)
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=str(folder / "dcp"))
+    again, fresh = make()
+    with torch.no_grad():
+        for p, q in zip(again.parameters(), model.parameters(), strict=True):
+            p.copy_(q)
+    template = {"optim": get_optimizer_state_dict(again, fresh)}
+    dcp.load(template, checkpoint_id=str(folder / "dcp"))
+    set_optimizer_state_dict(again, fresh, template["optim"])
+    assert [(group["weight_decay"], group["lr"]) for group in fresh.param_groups] == [(0.1, 3e-3), (0.0, 2e-3)]
+    step(model, optimizer)
+    step(again, fresh)
+    for p, q in zip(again.parameters(), model.parameters(), strict=True):
+        assert resume.raw(p) == resume.raw(q)
+
+
+def refused(sentence: str, work: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(sentence)):
+        work()
+
+
+@check
+def fsdp1_is_refused(folder: Path) -> None:  # noqa: ARG001
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(nn.Linear(8, 8), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        refused("Use FSDP2: fsdp_version: 2", lambda model=model: FlashAdamW(model.parameters()))
+    # the optimizer came first: before its first step
+    inner = nn.Linear(8, 8)
+    optimizer = FlashAdamW(inner.parameters())
+    model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    refused("Use FSDP2: fsdp_version: 2", optimizer.step)
+
+
+@check
+def tensor_parallel_is_refused(folder: Path) -> None:  # noqa: ARG001
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (2,)), [Shard(1)]))
+    refused("Shard(dim=1)", lambda: FlashAdamW([weight]))
+
+
+@check
+def what_cannot_be_saved_fails_at_the_first_step(folder: Path) -> None:  # noqa: ARG001
+    original = sharded.incoming
+    for mode in (resume.Ddp, resume.Fsdp2):
+        run = mode(resume.CASES["adamw fp32"], seed=0)
+        sharded.incoming = lambda *_: {}["exp_avg"]
+        try:
+            refused("cannot be saved and loaded", lambda run=run: run.step(0))
+        finally:
+            sharded.incoming = original
+        mode(resume.CASES["adamw fp32"], seed=0).step(0)
+
+
+@check
+def the_trainer_under_ddp(folder: Path) -> None:
+    """Resumed equals uninterrupted; ranks stay identical; rank 0 alone saves; memory of the machine is said once."""
+    said: list[str] = []
+    logger = logging.get_logger("flashoptim_hf.trainer.processes")
+    logger.warning = said.append  # type: ignore[method-assign]
+
+    def trained(name: str, **options: Any) -> Trainer:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.1)).bfloat16()
+        rows = [(torch.arange(16) * (1 + start % 3) + start) % 64 for start in range(32)]
+        args = TrainingArguments(
+            output_dir=str(folder / name),
+            optim="flashoptim_paged_adamw",
+            use_cpu=True,
+            report_to="none",
+            per_device_train_batch_size=2,
+            max_steps=6,
+            save_steps=3,
+            logging_steps=1,
+            learning_rate=1e-2,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+        trainer.train(**options)
+        return trainer
+
+    def losses(trainer: Trainer) -> list[float]:
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = trained("whole")
+    assert dist.get_world_size() == whole.args.world_size == 2
+    for p in whole.model.parameters():
+        same_everywhere(p)
+    files = {path.name for path in (folder / "whole" / "checkpoint-3").iterdir()}
+    assert {"optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"} <= files
+    assert sum(name.startswith("optimizer") for name in files) == 1
+    resumed = trained("resumed", resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"))
+    assert losses(resumed)[-3:] == losses(whole)[-3:]
+    for p, q in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert resume.raw(p) == resume.raw(q)
+    lines = [line for line in said if "in each of 2 processes on this machine" in line]
+    assert len(lines) == (2 if dist.get_rank() == 0 else 0), said
+    host = whole.optimizer.optimizer.memory_report().host_bytes
+    assert all(f"{2 * host:,} bytes in all" in line for line in lines)
+
+
+def rank(folder: Path, port: int) -> None:
+    """All checks, one after another; a traceback for each that failed goes into this rank's file."""
+    number = str(dist.get_rank())
+    os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    outcome: dict[str, str] = {}
+    places = resume.folders(folder / "work")
+    for name, work in CHECKS.items():
+        try:
+            work(next(places))
+            outcome[name] = "ok"
+        except (Exception, pytest.fail.Exception):  # the latter is no Exception
+            outcome[name] = traceback.format_exc()
+        (folder / f"rank{number}.json").write_text(json.dumps(outcome))
+
+
+def main(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(2, rank, folder, port)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
