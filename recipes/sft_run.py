@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,12 +17,13 @@ from safetensors.torch import load_file
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.generation import BaseStreamer
-from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTTrainer
 
+import flashoptim_hf
 from flashoptim_hf.errors import CheckpointError, ConfigurationError
+from flashoptim_hf.trainer import complete
+from flashoptim_hf.trainer.saving import steps_of
 
-FINGERPRINT = "fingerprint.json"
 ADAPTER = "adapter_model.safetensors"
 
 
@@ -65,61 +63,27 @@ def lift_fp16(model: torch.nn.Module, scaled: bool) -> list[str]:
 
 
 def resume_folder(option: Any, output_dir: str) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means: nothing, a folder, or for `true` the last one in the output folder.
+    """The checkpoint that `resume_from_checkpoint` means: nothing, a folder, or for `true` the last complete one in the output folder.
 
     Raises:
-        CheckpointError: there is no such folder, or its files do not belong together.
+        CheckpointError: there is no such folder, a file is missing or damaged, or nothing shows that its files belong together.
     """
     if option is None or str(option).lower() in ("", "false", "none"):
         return None
-    if str(option).lower() != "true":
-        folder = str(option)
-    else:
-        folder = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    if str(option).lower() == "true":
+        folder = flashoptim_hf.last_complete_checkpoint(output_dir)
         if folder is None:
             raise CheckpointError(
-                f"resume_from_checkpoint=true, but {output_dir} holds no checkpoint; name a folder, or leave it out to start."
+                f"resume_from_checkpoint=true, but {output_dir} holds no complete checkpoint; name a folder, or leave it out to start."
             )
-    if not Path(folder, "trainer_state.json").is_file():
-        raise CheckpointError(f"resume_from_checkpoint={folder!r} is not a checkpoint: it has no trainer_state.json.")
-    verify(Path(folder))
-    return folder
-
-
-def _fingerprint(folder: Path) -> dict[str, Any]:
-    """The step of a checkpoint and the SHA-256 of its adapter and optimizer files, by their path in it."""
-    files = sorted(path for pattern in ("adapter_model.*", "optimizer.*") for path in folder.rglob(pattern) if path.is_file())
-    digests = {}
-    for path in files:
-        with path.open("rb") as stream:
-            digests[str(path.relative_to(folder))] = hashlib.file_digest(stream, "sha256").hexdigest()
-    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-    return {"step": state["global_step"], "files": digests}
-
-
-def verify(folder: Path) -> None:
-    """Check that adapter, optimizer and step of a checkpoint were saved together.
-
-    Raises:
-        CheckpointError: a file is missing or is not the one that was saved at this step.
-    """
-    path = folder / FINGERPRINT
-    if not path.is_file():
+        return folder
+    complete.require(option)
+    if not Path(option, complete.MARK).is_file():
         raise CheckpointError(
-            f"{folder} has no {FINGERPRINT}, so nothing shows that its adapter and its optimizer belong to the same step. It was not "
+            f"{option} has no {complete.MARK}, so nothing shows that its adapter and its optimizer belong to the same step. It was not "
             "saved by this recipe, or not to the end: resume from an earlier checkpoint."
         )
-    saved, found = json.loads(path.read_text(encoding="utf-8")), _fingerprint(folder)
-    if saved["step"] != found["step"]:
-        raise CheckpointError(
-            f"{folder}: trainer_state.json is at step {found['step']}, adapter and optimizer were saved at step {saved['step']}."
-        )
-    wrong = sorted(name for name in saved["files"].keys() | found["files"].keys() if saved["files"].get(name) != found["files"].get(name))
-    if wrong:
-        raise CheckpointError(
-            f"{folder}: {', '.join(wrong)} changed since step {saved['step']} was saved: adapter and optimizer no longer belong together. "
-            "Resume from another checkpoint."
-        )
+    return str(option)
 
 
 class Watch(TrainerCallback):
@@ -152,10 +116,9 @@ class Watch(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        if state.is_world_process_zero and folder.is_dir():
-            partial = folder / f"{FINGERPRINT}.partial"
-            partial.write_text(json.dumps(_fingerprint(folder), indent=2), encoding="utf-8")
-            os.replace(partial, folder / FINGERPRINT)
+        # an optimizer of this package has seen to it already, at a better moment: before older checkpoints are deleted
+        if state.is_world_process_zero and folder.is_dir() and not Path(folder, complete.MARK).is_file():
+            complete.seal(folder, state.global_step)
 
 
 class AdapterTrainer(SFTTrainer):
@@ -197,9 +160,7 @@ def _check_loaded(folder: Path, model: Any, optimizer: Any, step: int, skips: bo
                 raise CheckpointError(
                     f"the weight {key} of adapter {name!r} is not what {path} holds: it was not loaded, or was replaced afterwards."
                 )
-    steps = {int(entry["step"]) for entry in optimizer.state.values() if isinstance(entry, dict) and "step" in entry}
-    if (steps and max(steps) > step) or (not skips and max(steps, default=step) != step):
-        raise CheckpointError(f"the optimizer is at step {max(steps)}, the adapter and the Trainer are at step {step} ({folder}).")
+    complete.check_steps(folder, steps_of(optimizer), step, skips)
 
 
 class _Bar(BaseStreamer):

@@ -285,8 +285,8 @@ def check_steps(folder: str | Path, steps: list[int], step: int, skips: bool) ->
     Raises:
         CheckpointError: they are of two different steps.
     """
-    mark = read_mark(folder)
-    found, known = max(steps, default=None), None if mark is None else mark["optimizer_step"]
+    mark = read_mark(folder) or {"optimizer_step": None}
+    found, known = max(steps, default=None), mark["optimizer_step"]
     if known is not None:
         wrong = found != known or mark["step"] != step
     elif found is None:

@@ -238,7 +238,11 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any]) -> Callable[...,
             if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
                 raise
             raise CheckpointError(f"optimizer.pt or scheduler.pt in {checkpoint} is corrupt: {error}") from error
-        complete.check_steps(checkpoint, steps_of(self.optimizer), self.state.global_step, skips=self.args.fp16)
+        from ..optim.groups import UNCOUNTED_KEY
+
+        # counts begin anew where a state was converted from a package that keeps none
+        fewer = self.args.fp16 or any(group.get(UNCOUNTED_KEY) for group in self.optimizer.param_groups)
+        complete.check_steps(checkpoint, steps_of(self.optimizer), self.state.global_step, skips=fewer)
         return result
 
     return wrapper
@@ -274,6 +278,6 @@ def install(trainer_class: Any) -> None:
 def remove(trainer_class: Any) -> None:
     """Take the wrappers off again. One that another package has wrapped since stays inside."""
     for name in SEAMS:
-        method = inspect.getattr_static(trainer_class, name, None)
-        if getattr(method, _OURS, None) is method:
-            setattr(trainer_class, name, method.__wrapped__)  # type: ignore[union-attr]
+        method: Any = inspect.getattr_static(trainer_class, name, None)
+        if method is not None and getattr(method, _OURS, None) is method:
+            setattr(trainer_class, name, method.__wrapped__)

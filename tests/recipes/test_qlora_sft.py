@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from flashoptim_hf.errors import CheckpointError, ConfigurationError
+from flashoptim_hf.trainer import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "qlora_sft.py"
@@ -146,30 +147,32 @@ def test_adapter_and_optimizer_of_two_steps_are_refused(run: tuple[str, Path, li
     for file in (adapter, Path("optimizer.pt"), Path("trainer_state.json")):
         mixed = tmp_path / file.name / f"checkpoint-{HALF}"
         shutil.copytree(whole / f"checkpoint-{HALF}", mixed)
-        sft_run.verify(mixed)
+        assert sft_run.resume_folder("true", str(mixed.parent)) == str(mixed)
         shutil.copy(whole / f"checkpoint-{STEPS}" / file, mixed / file)
-        with pytest.raises(CheckpointError, match="step 3"):
-            sft_run.verify(mixed)
-        (mixed / file).unlink()
-        with pytest.raises((CheckpointError, FileNotFoundError), match=file.name):
+        with pytest.raises(CheckpointError, match=f"{file.name} is corrupt"):
             sft_run.resume_folder(str(mixed), "unused")
+        (mixed / file).unlink()
+        with pytest.raises(CheckpointError, match=f"{file.name} is missing"):
+            sft_run.resume_folder(str(mixed), "unused")
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+            sft_run.resume_folder("true", str(mixed.parent))
     unsealed = tmp_path / "unsealed"
     shutil.copytree(whole / f"checkpoint-{HALF}", unsealed)
-    (unsealed / "fingerprint.json").unlink()
-    with pytest.raises(CheckpointError, match=r"fingerprint\.json"):
+    (unsealed / complete.MARK).unlink()
+    with pytest.raises(CheckpointError, match=complete.MARK):
         sft_run.resume_folder(str(unsealed), "unused")
     if name == "default":  # once through the command line: it stops before anything is trained
         mixed = tmp_path / "optimizer.pt" / f"checkpoint-{HALF}"
         shutil.copy(whole / f"checkpoint-{STEPS}" / "optimizer.pt", mixed)
         printed = launch(*settings, "--output_dir", str(tmp_path / "never"), "--resume_from_checkpoint", str(mixed), expect=1)
         assert "CheckpointError" in printed
-        assert "optimizer.pt changed since step 3" in printed
+        assert "optimizer.pt is corrupt" in printed
         assert not (tmp_path / "never").exists()
 
 
 def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     for value in ("true", True):
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
             sft_run.resume_folder(value, str(tmp_path))
     with pytest.raises(CheckpointError, match="trainer_state"):
         sft_run.resume_folder(str(tmp_path), "unused")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from flashoptim_hf import FlashAdamW
 from flashoptim_hf.errors import CheckpointError
+from flashoptim_hf.trainer import complete
 
 
 class Checkpoint:
@@ -78,18 +79,21 @@ def test_a_fresh_start_checks_nothing(checkpoint: Checkpoint) -> None:
     watch.on_train_begin(SimpleNamespace(), SimpleNamespace(num_input_tokens_seen=0), SimpleNamespace())  # type: ignore[arg-type]
 
 
-def test_seal_names_every_file_that_belongs_to_the_step(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_is_sealed_too(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     (folder / "mine").mkdir(parents=True)
-    for name in ("mine/adapter_model.safetensors", "optimizer.pt", "scheduler.pt"):
+    for name in ("mine/adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (folder / name).write_bytes(name.encode())
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=3, is_world_process_zero=True)
     sft_run.Watch(None).on_save(args, state)  # type: ignore[arg-type]
-    sealed = json.loads((folder / sft_run.FINGERPRINT).read_text())
-    assert sealed["step"] == 3
-    assert set(sealed["files"]) == {"mine/adapter_model.safetensors", "optimizer.pt"}
-    sft_run.verify(folder)
+    assert sft_run.resume_folder("true", str(tmp_path)) == sft_run.resume_folder(str(folder), "unused") == str(folder)
+    mark = (folder / complete.MARK).read_bytes()
+    assert json.loads(mark)["step"] == 3
+    assert "mine/adapter_model.safetensors" in json.loads(mark)["files"]
+    complete.seal(folder, 3, optimizer_step=2)  # as the Trainer does for an optimizer of this package: it stays
+    sft_run.Watch(None).on_save(args, state)  # type: ignore[arg-type]
+    assert json.loads((folder / complete.MARK).read_text())["optimizer_step"] == 2
 
 
 @pytest.mark.parametrize(("dtype", "fp32_bytes"), [(torch.float32, 8), (torch.bfloat16, 12)])

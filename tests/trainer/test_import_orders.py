@@ -135,6 +135,7 @@ def test_without_the_plugin_files_load_and_the_error_is_transformers_own(checkpo
 import json, pathlib, sys, warnings
 import torch
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
 folder = pathlib.Path(sys.argv[1])
 args = torch.load(folder / "training_args.bin", weights_only=False)
 assert type(args.optim) is str and args.optim == "flashoptim_paged_adamw", args.optim
@@ -148,6 +149,9 @@ with torch.serialization.safe_globals([getattr(module, name.rpartition(".")[2]) 
 
 for name in ("optimizer.pt", "scheduler.pt"):
     torch.load(folder / name, weights_only=True)
+with safe_globals():  # numpy's random state, as the Trainer itself loads it
+    torch.load(folder / "rng_state.pth", weights_only=True)
+json.loads((folder / "flashoptim_complete.json").read_text())
 assert TrainerState.load_from_json(str(folder / "trainer_state.json")).log_history[0]["optim_state_bytes"] > 0
 try:
     TrainingArguments(output_dir=str(folder), optim="flashoptim_paged_adamw")
