@@ -15,11 +15,12 @@ from ..codecs import weight_split
 from ..errors import ConfigurationError, UnsupportedError
 from ..kernels import select
 from ..kernels.rule import UpdateRule
+from ..paging.plan import parse_bytes
 from ..paging.store import Page
 from . import checkpoint, modes, options, sharded
 from .auto_master import AutoMaster
 from .finite import Guard
-from .layout import CORRECTION, STEP, Layout, codec_views, local
+from .layout import CORRECTION, STEP, Layout, PoolKey, codec_views, local, pool_key
 from .report import MemoryReport, build_report, planned_bytes
 from .work import Gradients, StepPlan
 
@@ -39,8 +40,10 @@ class FlashOptimizer(Optimizer):
             effect on fp32 weights.
         paged: keep state in host memory and bring it to the device page by page. Default False: state lives on the parameter's device.
         page_bytes: size of a page over all planes, in bytes or as "32MiB" (default).
-        device_budget_bytes: state that stays on the device although it is paged. Default 0.
-        transport: "staged" (default): pages are copied to the device and back.
+        device_budget_bytes: how much of paged state stays on the device, so that a step moves only the rest: bytes or "2GiB", a share of
+            the state (0.25, "25%"), or "auto" (what is free after the first full step, less a sixteenth of the device). Default 0.
+        transport: of paged state. "staged" (default): pages are copied to the device and back. "zero_copy": kernels read and write pinned
+            host memory in place. "resident": all of it stays on the device (a budget of 1.0) as long as there is room.
         gradient_release: step each page during backward. Default False.
         nonfinite: what a NaN, an infinity or a number above 4e18 in any gradient does: "skip" (default) leaves weights, state and step
             counts of that step untouched and warns once, "raise" raises `FloatingPointError` (and waits for the device at each step), "off"
@@ -206,6 +209,38 @@ class FlashOptimizer(Optimizer):
             if CORRECTION in record.views:
                 record.views[CORRECTION].zero_()
 
+    def evict(self, nbytes: int | str | None = None) -> int:
+        """Write pages of state that stay on the device back to host memory, and give their memory to whoever needs it.
+
+        They come back by themselves, in later steps, when the device has memory to spare. Any moment outside `step` is fine.
+
+        Args:
+            nbytes: how much to give back at least, in bytes or as "2GiB"; None (default): all of it.
+
+        Returns:
+            Bytes of device memory given back.
+        """
+        return self._layout.evict(None if nbytes is None else parse_bytes(nbytes))
+
+    def trim(self) -> int:
+        """`evict` everything, and give back the memory for pages in flight too, until the next step. Returns the bytes."""
+        return sum(engine.trim() for engine in self._layout.engines.values())
+
+    def check_host_memory(self) -> None:
+        """Look before training whether the host has memory for the state of all parameters, for every process on it.
+
+        Call when the parameters are what they will be (wrapped, sharded, on their device). `step` looks again before it makes state.
+
+        Raises:
+            HostMemoryError: names what is needed and what is available on this host.
+        """
+        wanted: dict[PoolKey, list[Tensor]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and param not in self._layout.records and local(param).device.type != "meta":
+                    wanted.setdefault(pool_key(param, group, self.rule), []).append(param)
+        self._layout.check_host(wanted, together=True)
+
     def memory_report(self) -> MemoryReport:
         """Bytes of each plane, where they are, and what the last step moved. See `MemoryReport`."""
         return build_report(self._layout, self._guard.skipped)
@@ -233,6 +268,7 @@ class FlashOptimizer(Optimizer):
         self._layout.ensure(zip(gradients.params, groups, strict=True))
         for param in gradients.params:
             self.state[param] = self._layout.records[param].views
+        self._layout.offer()
         return StepPlan(gradients, self.param_groups, self._layout, self.state)
 
     def _sweep_orphans(self) -> None:

@@ -18,8 +18,11 @@ from ..codecs.base import Plane, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..kernels.rule import Format, UpdateRule
 from ..paging.engine import Engine
+from ..paging.host_limits import host_memory, local_ranks, refuse_if_short
+from ..paging.residency import FixedSet, pages_ahead
 from ..paging.store import Block, StateStore
 from ..paging.streams import backend_for
+from .options import budget
 
 CORRECTION = "correction"
 STEP = "step"
@@ -109,8 +112,18 @@ class Layout:
     def engine(self, device: torch.device) -> Engine:
         """The engine of a device, made once."""
         if device not in self.engines:
-            self.engines[device] = Engine(backend_for(device, self.options["simulate"]))
+            self.engines[device] = Engine(
+                backend_for(device, self.options["simulate"]),
+                prefetch=pages_ahead(self.options["page_bytes"]),
+                residency=FixedSet(budget(self.options)),
+                zero_copy=self.options["transport"] == "zero_copy",
+            )
         return self.engines[device]
+
+    def offer(self) -> None:
+        """Tell every engine which pages there are. Call when state was made or freed, before the next update."""
+        for device, engine in self.engines.items():
+            engine.offer([page for pool in self.pools.values() if pool.key.device == device for page in pool.store.pages])
 
     def pool(self, key: PoolKey) -> Pool:
         """The pool of a key, made once."""
@@ -140,6 +153,7 @@ class Layout:
         changed: list[Tensor] = []
         if any(param in self.records for members in wanted.values() for param in members):
             self.synchronize()  # what moves is read at home, where write-backs may still be under way
+        self.check_host(wanted)
         for key, members in wanted.items():
             pool = self.pool(key)
             counter = np.zeros(len(members), dtype=np.int64)
@@ -147,7 +161,23 @@ class Layout:
             for place, (param, block) in enumerate(zip(members, blocks, strict=True)):
                 self._enter(param, Record(pool, block, local(param).shape, counter, place))
                 changed.append(param)
+        if changed:
+            self.offer()  # also lets go of pages that are no longer there
         return changed
+
+    def check_host(self, wanted: dict[PoolKey, list[Tensor]], *, together: bool = False) -> None:
+        """Raise where there is no host memory for state that is going to be made.
+
+        Args:
+            wanted: parameters by the pool they will be in.
+            together: no process of this host has made its state yet.
+
+        Raises:
+            HostMemoryError: says what is needed and what is available. Nothing has been allocated.
+        """
+        needed = sum(self.pool(key).store.host_bytes([local(p).numel() for p in members]) for key, members in wanted.items())
+        if needed:
+            refuse_if_short(needed, ranks=local_ranks(), memory=host_memory(), together=together)
 
     def _enter(self, param: Tensor, record: Record) -> None:
         old = self.records.get(param)
@@ -175,6 +205,14 @@ class Layout:
         record = self.records.pop(param)
         self.promoted.discard(param)
         record.pool.store.free(record.block)
+
+    def evict(self, nbytes: int | None) -> int:
+        """Take resident pages off their devices until `nbytes` are given back (None: all); returns the bytes."""
+        freed = 0
+        for engine in self.engines.values():
+            if nbytes is None or freed < nbytes:
+                freed += engine.evict(None if nbytes is None else nbytes - freed)
+        return freed
 
     def synchronize(self) -> None:
         """Wait until the home copies of all planes are current."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..codecs.base import State, codecs_for, known_codecs
 from ..errors import ConfigurationError
 from ..paging.plan import parse_bytes
+from ..paging.residency import Budget, parse_budget
 
 PLACEMENT = ("paged", "page_bytes", "device_budget_bytes", "transport", "gradient_release", "kernel", "simulate", "nonfinite")
 """Options that say where and how, not what: the same for all groups, and never part of a checkpoint."""
@@ -23,7 +24,7 @@ SMALLEST_PAGE = 1024
 """Bytes in which 64 elements fit with every codec and correction."""
 
 CHOICES = {
-    "transport": ("staged",),
+    "transport": ("staged", "zero_copy", "resident"),
     "nonfinite": ("skip", "raise", "off"),
     "kernel": ("auto", "fused", "cpu", "eager"),
 }
@@ -43,22 +44,28 @@ def check_defaults(options: dict[str, Any]) -> None:
     for name in ("paged", "gradient_release", "dither"):
         if not isinstance(options[name], bool):
             raise ConfigurationError(f"{name}={options[name]!r} must be True or False.")
-    for name in ("page_bytes", "device_budget_bytes"):
+    for name, parse in (("page_bytes", parse_bytes), ("device_budget_bytes", parse_budget)):
         try:
-            options[name] = parse_bytes(options[name])
+            options[name] = parse(options[name])
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}: {error}") from None
     if options["page_bytes"] < SMALLEST_PAGE:
         raise ConfigurationError(f"page_bytes={options['page_bytes']} must be at least {SMALLEST_PAGE}; '32MiB' is usual.")
-    if options["device_budget_bytes"]:
+    if options["transport"] == "resident" and options["device_budget_bytes"] not in (0, 1.0):
         raise ConfigurationError(
-            "device_budget_bytes: a budget for resident pages is not available yet; use 0, or paged=False to keep all state on the device."
+            "transport='resident' keeps all state on the device, and "
+            f"device_budget_bytes={options['device_budget_bytes']!r} does not; leave one of them out."
         )
     if options["gradient_release"]:
         raise ConfigurationError("gradient_release=True is not available yet; use gradient checkpointing to save memory.")
     simulate = options["simulate"]
     if simulate is not None and (isinstance(simulate, bool) or not isinstance(simulate, int)):
         raise ConfigurationError(f"simulate={simulate!r} must be None or the integer seed of the simulated device.")
+
+
+def budget(options: dict[str, Any]) -> Budget:
+    """What of paged state stays on the device, as `paging.residency` takes it."""
+    return 1.0 if options["transport"] == "resident" else options["device_budget_bytes"]
 
 
 def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..codecs.base import ALIGN
 from ..paging import plan
+from ..paging.engine import Engine
+from ..paging.traffic import hidden_share
 from .layout import CORRECTION, STEP, Layout, PoolKey, local, pool_key
 
 
@@ -22,12 +24,20 @@ class MemoryReport:
         moment_bytes: sum of the planes without the corrections.
         correction_bytes: the corrections that complete 16-bit weights to master weights.
         state_bytes: all planes.
-        host_bytes: host memory allocated for planes, with alignment and spare room.
-        device_bytes: device memory allocated for planes and staging; None where there is no device.
+        host_bytes: host memory and files allocated for planes, with alignment and spare room.
+        host_pinned_bytes, host_pageable_bytes, host_file_bytes: its parts.
+        device_bytes: device memory allocated for planes, resident pages and staging; None where there is no device.
         staging_bytes: device memory for pages in flight.
+        resident_bytes: paged state that stays on the device.
         pinned: whether the host memory is pinned; None where no state is in host memory for a device.
         pages: number of pages.
         page_in_bytes, page_out_bytes: bytes that the last step moved to and from the device.
+        page_hits: pages that the last step found on the device.
+        evictions: pages that had to leave the device although they were to stay, ever.
+        transfer_seconds: time that the copies of a step took, of the last one that could be read without waiting; None where nothing
+            was measured.
+        waited_seconds: for how long of it kernels stood still.
+        hidden_share: share of the transfer time during which they did not.
         launches: kernel launches of the last step.
         num_params: elements that have state on this process.
         quantized_share: share of these elements whose states are stored in fewer than four bytes each.
@@ -39,12 +49,21 @@ class MemoryReport:
     correction_bytes: int
     state_bytes: int
     host_bytes: int
+    host_pinned_bytes: int
+    host_pageable_bytes: int
+    host_file_bytes: int
     device_bytes: int | None
     staging_bytes: int
+    resident_bytes: int
     pinned: bool | None
     pages: int
     page_in_bytes: int
     page_out_bytes: int
+    page_hits: int
+    evictions: int
+    transfer_seconds: float | None
+    waited_seconds: float | None
+    hidden_share: float | None
     launches: int
     num_params: int
     quantized_share: float
@@ -80,7 +99,8 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
         if store.paged and backend.stages and backend.pinned is not None:
             pinned = backend.pinned and pinned is not False
     engines = list(layout.engines.values())
-    staging = sum(engine.staging_bytes for engine in engines)
+    stores = [pool.store for pool in layout.pools.values()]
+    timed = _times(engines)
     total = sum(planes.values())
     correction = planes.get(CORRECTION, 0)
     return MemoryReport(
@@ -89,12 +109,21 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
         correction_bytes=correction,
         state_bytes=total,
         host_bytes=host,
-        device_bytes=device + staging if has_device else None,
-        staging_bytes=staging,
+        host_pinned_bytes=sum(store.bytes_of("pinned") for store in stores),
+        host_pageable_bytes=sum(store.bytes_of("pageable") for store in stores),
+        host_file_bytes=sum(store.bytes_of("file") for store in stores),
+        device_bytes=device + sum(engine.device_bytes for engine in engines) if has_device else None,
+        staging_bytes=sum(engine.staging_bytes for engine in engines),
+        resident_bytes=sum(engine.resident_bytes for engine in engines),
         pinned=pinned,
         pages=sum(len(pool.store.pages) for pool in layout.pools.values()),
         page_in_bytes=sum(engine.traffic.bytes_in for engine in engines),
         page_out_bytes=sum(engine.traffic.bytes_out for engine in engines),
+        page_hits=sum(engine.traffic.hits for engine in engines),
+        evictions=sum(engine.traffic.evictions for engine in engines),
+        transfer_seconds=timed[0] if timed else None,
+        waited_seconds=timed[1] if timed else None,
+        hidden_share=hidden_share(*timed) if timed else None,
         launches=sum(engine.traffic.launches for engine in engines),
         num_params=num_params,
         quantized_share=quantized / num_params if num_params else 0.0,
@@ -121,3 +150,11 @@ def planned_bytes(layout: Layout, params: Iterable[tuple[Tensor, dict[str, Any]]
         else:
             device += taken
     return host, device
+
+
+def _times(engines: list[Engine]) -> tuple[float, float] | None:
+    """(transfer, waited) seconds of the last step that could be read, over all engines; None where none has measured anything."""
+    for engine in engines:
+        engine.stopwatch.read()
+    sums = [engine.stopwatch.seconds for engine in engines if engine.stopwatch.seconds is not None]
+    return (sum(transfer for transfer, _ in sums), sum(waited for _, waited in sums)) if sums else None

@@ -111,7 +111,7 @@ class FlashSGD(FlashOptimizer):
         master_bits: Literal[24, 32, "auto"] | None = 24,
         paged: bool = False,
         page_bytes: int | str = "32MiB",
-        device_budget_bytes: int | str = 0,
+        device_budget_bytes: int | float | str = 0,
         transport: str = "staged",
         gradient_release: bool = False,
         nonfinite: str = "skip",

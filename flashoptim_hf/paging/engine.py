@@ -4,119 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .residency import Ring
+from .residency import Residency
+from .resident import Residents
+from .slots import Mover, Slot
+from .staging import Staging
 from .store import Page
 from .streams import Backend, Event
+from .traffic import Stopwatch, Traffic
 
 Update = Callable[[Page, tuple[Tensor, ...]], Callable[[], None]]
 """(page, its planes where the kernel must use them) -> what starts the kernel. Called when the page is queued, not when it is there."""
 
 
-@dataclass
-class Traffic:
-    """What the last step (or the one that is going on) moved and launched, and what all steps did.
-
-    Attributes:
-        bytes_in, bytes_out: bytes queued to and from the device.
-        pages: pages updated.
-        launches: launches of the closures that update them.
-    """
-
-    bytes_in: int = 0
-    bytes_out: int = 0
-    pages: int = 0
-    launches: int = 0
-    steps: int = 0
-    total_bytes_in: int = 0
-    total_bytes_out: int = 0
-    total_pages: int = 0
-    total_launches: int = 0
-
-    def start_step(self) -> None:
-        """Count a new step from zero; the totals go on."""
-        self.bytes_in = self.bytes_out = self.pages = self.launches = 0
-        self.steps += 1
-
-    def copied_in(self, nbytes: int) -> None:
-        self.bytes_in += nbytes
-        self.total_bytes_in += nbytes
-
-    def copied_out(self, nbytes: int) -> None:
-        self.bytes_out += nbytes
-        self.total_bytes_out += nbytes
-
-    def launched(self) -> None:
-        self.pages += 1
-        self.launches += 1
-        self.total_pages += 1
-        self.total_launches += 1
-
-
-@dataclass
-class _Slot:
-    """Device memory for one page.
-
-    Attributes:
-        buffer: uint8, carved into the planes of the page that holds the slot.
-        free: event after which the slot may be written.
-        fetched, written: planes of the current page whose copies in and out have been queued.
-        ready: event of the last copy in.
-    """
-
-    buffer: Tensor
-    free: Event
-    fetched: int = 0
-    written: int = 0
-    ready: Event | None = None
-    carved: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
-
-    def views(self, page: Page) -> tuple[Tensor, ...]:
-        """The slot as the page's planes: flat, of its dtypes, each at a 256-byte boundary."""
-        if page.layout not in self.carved:
-            views = [self.buffer.narrow(0, offset, size).view(dtype) for offset, size, dtype in page.layout]
-            self.carved[page.layout] = tuple(views)
-        return self.carved[page.layout]
-
-
 class Engine:
-    """Moves pages through a few slots of device memory, with copies in both directions behind the kernels.
+    """Moves pages through a few slots of device memory, with copies in both directions behind the kernels; some stay on the device.
 
     `run` does a whole step. `begin`, `finish` and `end_step`, of which it is made, serve steps that are spread over backward. Every wait
-    is one that the data needs: a copy in waits for its slot and for the page's last write-back, a kernel for its copy in, a copy out
-    for its kernel, and the host only in `synchronize`, `release_staging` and when the slots have to become larger.
+    is one that the data needs: a copy in waits for its slot and for the page's last copy, a kernel for its copy in, a copy out for its
+    kernel, and the host only in `synchronize`, `evict`, `release_staging`, and where slots have to become larger or memory runs out.
 
     After an exception the next call first writes back the pages that were under way, as far as they had been fetched, so home is whole
     again; what the failed update had already changed stays changed, as it does where kernels work on home memory.
+
+    Where the device has no memory for all slots, fewer serve: one is enough, without overlap. Where there is not even one, resident pages
+    leave for it.
 
     Args:
         backend: the device.
         prefetch: pages that are fetched ahead of the one that is updated. Two more slots are needed: for that one, and for the one
             before, which is on its way back.
+        residency: which pages stay on the device; None: none.
+        zero_copy: kernels read and write home memory in place, over the link, instead of having it copied.
 
     Raises:
         ConfigurationError: `prefetch` is negative.
     """
 
-    def __init__(self, backend: Backend, *, prefetch: int = 1) -> None:
+    def __init__(self, backend: Backend, *, prefetch: int = 1, residency: Residency[Page] | None = None, zero_copy: bool = False) -> None:
         if prefetch < 0:
             raise ConfigurationError(f"prefetch={prefetch} must be 0 (copies do not overlap with kernels) or more; 1 is usual.")
         self.backend = backend
         self.prefetch = prefetch
-        self.traffic = Traffic()
-        self._ring: Ring[Page] = Ring()
-        self._slots: list[_Slot] = []
-        self._slot_bytes = 0
-        self._last_out: Event | None = None
-        self._stepping = False
+        self.zero_copy = zero_copy
+        self._mover = Mover(backend)
+        self._residents = Residents(self._mover, residency)
+        self._staging = Staging(self._mover, prefetch, self.evict, self._wait_for_home)
+        self._reached: WeakKeyDictionary[Page, tuple[Tensor, ...]] = WeakKeyDictionary()
+        self._in_place: set[Page] = set()
+        self._regrouped = False
+        self._last_in_place: Event | None = None
         self._failed = False
 
+    @property
+    def traffic(self) -> Traffic:
+        """What steps moved."""
+        return self._mover.traffic
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """How long it took."""
+        return self._mover.stopwatch
+
     # ------------------------------------------------------------------ a step
+
+    def offer(self, pages: Sequence[Page]) -> None:
+        """Say which pages exist: of these some stay. Call again when pages come or go; pages that were never offered do not stay.
+
+        Raises:
+            UnsupportedError: zero copy, and the device cannot reach their home.
+        """
+        staged = [page for page in pages if page.staged]
+        self._residents.policy.offer({page: page.nbytes for page in staged}, {page: page.slot_bytes for page in staged})
+        self._regrouped = True
+        if self.zero_copy:
+            for page in staged:
+                self._reach(page)
 
     def run(self, pages: Sequence[Page], update: Update) -> None:
         """Update every page, in order, and end the step. Pages may come from several stores.
@@ -129,8 +96,12 @@ class Engine:
             self._start_step()
             self._recover()
             self.reserve(pages)
+            coming = [number for number, page in enumerate(pages) if self._has_to_come(page)]
+            passed = 0
             for number, page in enumerate(pages):
-                views = self.begin(page, pages[number + 1 : number + 1 + self.prefetch])
+                while passed < len(coming) and coming[passed] <= number:
+                    passed += 1
+                views = self.begin(page, [pages[i] for i in coming[passed : passed + self.prefetch]])
                 with self._guard():
                     closure = update(page, views)
                 self.finish(page, closure)
@@ -139,13 +110,18 @@ class Engine:
             self.end_step()
 
     def reserve(self, pages: Sequence[Page]) -> None:
-        """Make the slots that updating these pages needs. `begin` does so too, page by page."""
-        staged = [page for page in pages if page.staged]
-        if not staged:
-            return
-        self._fit(max(page.slot_bytes for page in staged))
-        while len(self._slots) < min(len(staged), self.prefetch + 2):
-            self._add_slot()
+        """Take the device memory that updating these pages needs: afterwards nothing runs out half-way. `begin` does so page by page."""
+        if self._regrouped and not any(self._staging.ring.in_use()):
+            self._regrouped = False
+            if self._staging.slots:
+                self._staging.release()  # other pages may need them now, or none
+        with self._guard():
+            for page in pages:
+                if page.staged and self._staging.slot(page) is None:
+                    self._residents.admit(page, replacing=False)
+        streamed = [page for page in pages if self._streams(page)]
+        if streamed:
+            self._staging.reserve(streamed)
 
     def begin(self, page: Page, ahead: Sequence[Page] = ()) -> tuple[Tensor, ...]:
         """Start to fetch a page, and those ahead.
@@ -160,129 +136,170 @@ class Engine:
         self._recover()
         with self._guard():
             self._start_step()
-            if not page.staged:
-                return page.views
-            if self._ring.slot_of(page) is None:
-                self._make_room(page)
-                self._fetch(page)
-            self._ring.claim(page)
+            views = self._bring(page)
             for following in ahead:
-                if following.staged and self._ring.slot_of(following) is None:
-                    if following.slot_bytes > self._slot_bytes or not self._ring.has_free:
-                        break
-                    self._fetch(following)
-            return self._slot(page).views(page)
+                if not self._has_to_come(following) or self._residents.admit(following) is not None or self.zero_copy:
+                    continue
+                if following.slot_bytes > self._staging.slot_bytes or not self._staging.ring.has_free:
+                    break
+                self._staging.fetch(following)
+            return views
 
     def finish(self, page: Page, closure: Callable[[], None]) -> None:
-        """Launch the update of a page that was begun, and write the page back."""
+        """Launch the update of a page that was begun, and write the page back unless it stays."""
         with self._guard():
-            if page.staged:
+            resident = self._residents.slot(page)
+            if not page.staged:
+                self._launch(page, closure)
+            elif page in self._in_place:
+                self._in_place.discard(page)
+                self.traffic.copied_in(page.nbytes)
+                self.traffic.copied_out(page.nbytes)
+                self._launch(page, closure, linked=True)
+                page.written = self._last_in_place = self.backend.record("compute")
+            else:
+                slot = self._slot(page)
+                hit = resident is not None and slot.ready is None
                 # here and not in `begin`, since the current stream may be another one by now
-                self.backend.wait("compute", self._slot(page).ready)
-            self.backend.launch(closure)
-            self.traffic.launched()
-            if page.staged:
-                self._write_back(page)
+                self._mover.arrive(slot)
+                self._launch(page, closure, hit=hit)
+                if resident is None:
+                    self._staging.write_back(page)
+                else:
+                    slot.begun = False
+
+    def _launch(self, page: Page, closure: Callable[[], None], *, hit: bool = False, linked: bool = False) -> None:
+        self.backend.launch(closure, nbytes=page.nbytes, linked=linked)
+        self.traffic.launched(hit)
 
     def _start_step(self) -> None:
-        if not self._stepping:
-            self._stepping = True
+        if not self.traffic.stepping:
+            self.stopwatch.read()
             self.traffic.start_step()
+            with self._guard():
+                self._regrouped |= self._residents.start_step()
+                if self._staging.most < self._staging.wanted and self._residents.has_room(self._staging.slot_bytes):
+                    self._staging.most = self._staging.wanted
 
     def end_step(self) -> None:
         """The user's own work goes on after this. The next `begin` starts a new step."""
-        self._stepping = False
+        if self.traffic.stepping:
+            self.traffic.end_step()
+            self.stopwatch.end_step()
         self.backend.end_step()
 
     def synchronize(self) -> None:
-        """Wait until home is current for every page. Pages that were begun are sent back as they are."""
-        self._recover(everything=True)
-        if self._last_out is not None:
-            self.backend.wait_host(self._last_out)
+        """Wait until home is current for every page. Pages that were begun are sent back as they are; residents stay.
 
-    # ------------------------------------------------------------------ staging
+        What is written to home after this and before the next step counts: residents are then fetched anew.
+        """
+        self._recover(everything=True)
+        with self._guard():
+            self._residents.write_home()
+        self._wait_for_home()
+        self._residents.watch_home()
+
+    def _wait_for_home(self) -> None:
+        for event in (self._mover.last_out, self._last_in_place):
+            if event is not None:
+                self.backend.wait_host(event)
+
+    # ------------------------------------------------------------------ where a page is
+
+    def _streams(self, page: Page) -> bool:
+        """Whether the page travels through a slot when it is next begun, unless another leaves for it."""
+        return page.staged and self._residents.slot(page) is None and not self.zero_copy
+
+    def _has_to_come(self, page: Page) -> bool:
+        """Whether the page has to be copied before it can be begun."""
+        if not page.staged or self._residents.slot(page) is not None or self._staging.slot(page) is not None:
+            return False
+        return not self.zero_copy or self._residents.wanted(page)
+
+    def _bring(self, page: Page) -> tuple[Tensor, ...]:
+        """See to it that the page's planes are where a kernel can use them, or on the way there."""
+        if not page.staged:
+            return page.views
+        if self._staging.slot(page) is None:
+            resident = self._residents.admit(page)
+            if resident is not None:
+                self._residents.begin(page, resident)
+                return resident.views(page)
+            if self.zero_copy:
+                self._in_place.add(page)
+                self.backend.wait("compute", page.written)
+                return self._reach(page)
+            self._staging.make_room(page)
+            self._staging.fetch(page)
+        self._staging.ring.claim(page)
+        return self._slot(page).views(page)
+
+    def _reach(self, page: Page) -> tuple[Tensor, ...]:
+        if page not in self._reached:
+            self._reached[page] = tuple(self.backend.reach(view) for view in page.views)
+        return self._reached[page]
+
+    def _slot(self, page: Page) -> Slot:
+        resident = self._residents.slot(page)
+        if resident is not None and resident.begun:
+            return resident
+        slot = self._staging.slot(page)
+        if slot is None:
+            raise RuntimeError("this page was not begun, or was sent back since: begin it first.")
+        return slot
+
+    # ------------------------------------------------------------------ memory
 
     @property
     def staging_bytes(self) -> int:
         """Device memory that the slots take."""
-        return sum(slot.buffer.numel() for slot in self._slots)
+        return self._staging.nbytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of state that stay on the device."""
+        return self._residents.state_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that slots and resident pages take."""
+        return self.staging_bytes + self._residents.device_bytes
+
+    def evict(self, nbytes: int | None = None) -> int:
+        """Write resident pages home and give their memory back to the device, at any time; pages being updated stay.
+
+        They come back one by one when the device has memory to spare again, at the price of nothing: a page that travels anyway stays.
+
+        Args:
+            nbytes: give back at least so much, as far as there is; None: all.
+
+        Returns:
+            Bytes of device memory given back.
+        """
+        self._recover()
+        with self._guard():
+            freed = self._residents.evict(nbytes)
+        if freed:
+            self._wait_for_home()
+            self.backend.trim_device()
+        if not self.traffic.stepping:
+            self._residents.watch_home()
+        return freed
+
+    def trim(self) -> int:
+        """Give back all device memory, staging too; the next step takes what it needs. Returns the bytes."""
+        freed = self.device_bytes
+        self._recover(everything=True)
+        with self._guard():
+            self._residents.evict(None)
+        self.release_staging()
+        self.backend.trim_device()
+        return freed - self.device_bytes
 
     def release_staging(self) -> None:
         """Give the slots back, after what is in flight; the next step makes new ones."""
-        self.synchronize()
-        self._ring.clear()
-        self._slots.clear()
-        self._slot_bytes = 0
-
-    def _fit(self, nbytes: int) -> None:
-        """Make every slot large enough; the number of slots stays."""
-        if nbytes <= self._slot_bytes:
-            return
-        busy = len(list(self._ring.in_use()))
-        if busy:
-            raise RuntimeError(
-                f"a page of {nbytes} bytes needs larger slots while {busy} pages are in use: finish them first, or reserve()."
-            )
-        count = len(self._slots)
-        if count:
-            self.release_staging()
-        self._slot_bytes = nbytes
-        for _ in range(count):
-            self._add_slot()
-
-    def _add_slot(self) -> None:
-        buffer = self.backend.device_empty(self._slot_bytes)
-        # the memory may have had another owner, whose work on the compute stream is not done
-        self._slots.append(_Slot(buffer, free=self.backend.record("compute")))
-        self._ring.grow()
-
-    def _make_room(self, page: Page) -> None:
-        """See to it that a free slot fits the page."""
-        self._fit(page.slot_bytes)
-        if self._ring.has_free:
-            return
-        if len(self._slots) < self.prefetch + 2:
-            self._add_slot()
-            return
-        victim = self._ring.victim()
-        if victim is None:
-            raise RuntimeError(f"all {len(self._slots)} slots hold pages that were begun: finish one, or use a larger prefetch.")
-        self._send_back(victim)
-
-    def _slot(self, page: Page) -> _Slot:
-        number = self._ring.slot_of(page)
-        if number is None:
-            raise RuntimeError("this page was not begun, or was sent back since: begin it first.")
-        return self._slots[number]
-
-    # ------------------------------------------------------------------ copies
-
-    def _fetch(self, page: Page) -> None:
-        slot = self._slots[self._ring.take(page)]
-        slot.fetched = slot.written = 0
-        self.backend.wait("in", slot.free)
-        self.backend.wait("in", page.written)
-        for home, there in zip(page.views, slot.views(page), strict=True):
-            self.backend.copy("in", there, home)
-            slot.fetched += 1
-            self.traffic.copied_in(home.numel() * home.itemsize)
-        slot.ready = self.backend.record("in")
-
-    def _write_back(self, page: Page) -> None:
-        slot = self._slot(page)
-        self.backend.wait("out", self.backend.record("compute"))
-        pairs = list(zip(page.views, slot.views(page), strict=True))
-        for home, there in pairs[slot.written : slot.fetched]:
-            self.backend.copy("out", home, there)
-            slot.written += 1
-            self.traffic.copied_out(home.numel() * home.itemsize)
-        slot.free = page.written = self._last_out = self.backend.record("out")
-        self._ring.release(page)
-
-    def _send_back(self, page: Page) -> None:
-        """Write back a page that was fetched, perhaps not completely, whether or not it was updated."""
-        self.backend.wait("out", self.backend.record("in"))
-        self._write_back(page)
+        self._recover(everything=True)
+        self._staging.release()
 
     # ------------------------------------------------------------------ after a failure
 
@@ -299,6 +316,7 @@ class Engine:
         """After a failure, or in any case: send back the pages that hold slots. A failure here is tried again at the next call."""
         if not (self._failed or everything):
             return
-        for page in self._ring.held():
-            self._send_back(page)
+        self._staging.send_all_back()
+        self._in_place.clear()
+        self._residents.recover()
         self._failed = False

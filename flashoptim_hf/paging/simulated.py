@@ -6,6 +6,9 @@ decides how far each one gets before somebody waits for it. Content that must no
 - device memory when it is allocated, as seen from the host and once more on the compute stream, where an earlier owner may still write;
 - a host buffer when its copy to the device runs, since it is stale until it is written back;
 - a device buffer when its copy to the host runs, since the next page may be on its way.
+
+It also keeps time, which changes nothing: each stream has a clock, copies and kernels take what `Speeds` says, and a wait takes until the
+event. Whatever order the seed chooses, the times are those of a machine on which nothing is held up without need.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .streams import Backend, Event, Stream
+from ..errors import UnsupportedError
+from .plan import format_bytes
+from .simulated_model import Fault, Faults, Speeds
+from .streams import OUT_OF_MEMORY, Backend, Event, Stream
 
 STREAMS: tuple[Stream, ...] = ("in", "compute", "out")
 
@@ -53,6 +59,7 @@ class SimulatedEvent:
     stream: Stream
     number: int
     done: bool = False
+    time: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.stream}#{self.number}"
@@ -60,11 +67,13 @@ class SimulatedEvent:
 
 @dataclass
 class Operation:
-    """One entry of a stream: wait for an event, or run something and reach an event."""
+    """One entry of a stream: wait for an event, or run something and reach an event. Queued at `queued`, it takes `seconds`."""
 
     run: Callable[[], None] | None = None
     waits_for: SimulatedEvent | None = None
     reaches: SimulatedEvent | None = None
+    seconds: float = 0.0
+    queued: float = 0.0
 
 
 @dataclass
@@ -94,6 +103,7 @@ class DeviceMemory:
 class _Queues:
     streams: dict[Stream, deque[Operation]] = field(default_factory=lambda: {name: deque() for name in STREAMS})
     events: int = 0
+    clocks: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
 
 
 class SimulatedBackend(Backend):
@@ -104,18 +114,37 @@ class SimulatedBackend(Backend):
     Args:
         seed: picks the policy and feeds its chance.
         policy: one of `POLICIES`; None: by the seed, half of them "random".
-        pin: whether host memory goes through pinning, for tests of its failure.
+        pin: whether host memory goes through pinning, for tests of its failure. Without it, all memory that `host_empty` gives counts as
+            reachable by kernels.
+        speeds: what things cost.
+        capacity: bytes of device memory; None: no limit.
 
     Attributes:
         step_bytes, last_step, total: bytes since the last `end_step`, of the step it ended, and of all.
         memory: device memory now and at its peak.
+        host_time: seconds that the host has spent queueing and waiting.
+        steps: steps that have ended.
     """
 
     name = "simulated"
     stages = True
 
-    def __init__(self, seed: int, policy: str | None = None, *, pin: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        policy: str | None = None,
+        *,
+        pin: bool = False,
+        speeds: Speeds | None = None,
+        capacity: int | None = None,
+    ) -> None:
         super().__init__(torch.device("cpu"), pin=pin)
+        self.speeds = speeds or Speeds()
+        self.capacity = capacity
+        self.host_time = 0.0
+        self.steps = 0
+        self._faults = Faults()
+        self._reachable: set[int] = set()
         self._rng = random.Random(seed)
         self.policy = policy or self._rng.choice(["random"] * (len(POLICIES) - 1) + [name for name in POLICIES if name != "random"])
         self._eager = POLICIES[self.policy]
@@ -125,7 +154,47 @@ class SimulatedBackend(Backend):
         self.step_bytes, self.last_step, self.total = StepBytes(), StepBytes(), StepBytes()
         self.memory = DeviceMemory()
 
+    def fail(self, what: Fault, *, at: int = 1, times: int = 1, step: int = 0) -> None:
+        """Let calls fail on purpose.
+
+        Args:
+            what: "allocate" (device memory, as out of memory), "copy", "launch", "pin" or "host" (memory).
+            at: the first call that fails, counted from 1, from now on or from the beginning of `step`.
+            times: how many fail in a row.
+            step: steps that must have ended before calls are counted.
+        """
+        self._faults.add(what, at, times, step)
+
+    def work(self, seconds: float) -> None:
+        """The user's own work on the compute stream, such as a backward pass."""
+        self._queue("compute", Operation(seconds=seconds))
+
     # ------------------------------------------------------------------ what the engine calls
+
+    def host_empty(self, nbytes: int) -> Tensor:
+        buffer = super().host_empty(nbytes)
+        if self.pinned is not False and nbytes:
+            self._reachable.add(buffer.data_ptr())
+        return buffer
+
+    def _pin(self, nbytes: int) -> Tensor:
+        self._faults.hit("pin", self.steps)
+        return super()._pin(nbytes)
+
+    def _pageable(self, nbytes: int) -> Tensor:
+        self._faults.hit("host", self.steps)
+        return super()._pageable(nbytes)
+
+    def reach(self, home: Tensor) -> Tensor:
+        if home.numel() and home.untyped_storage().data_ptr() not in self._reachable:
+            raise UnsupportedError(
+                "transport='zero_copy' needs page-locked host memory for optimizer state, and "
+                f"{format_bytes(home.numel() * home.itemsize)} of it are pageable or in a file. Use transport='staged'."
+            )
+        return home.view(home.shape)
+
+    def device_memory(self) -> tuple[int, int] | None:
+        return None if self.capacity is None else (self.capacity - self.memory.now, self.capacity)
 
     def device_empty(self, nbytes: int) -> Tensor:
         buffer = self.device_home(nbytes)
@@ -133,6 +202,11 @@ class SimulatedBackend(Backend):
         return buffer
 
     def device_home(self, nbytes: int) -> Tensor:
+        self._faults.hit("allocate", self.steps)
+        if self.capacity is not None and self.memory.now + nbytes > self.capacity:
+            raise OUT_OF_MEMORY(
+                f"simulated device: out of memory, {format_bytes(nbytes)} asked for, {format_bytes(self.capacity - self.memory.now)} free"
+            )
         # numpy owns the memory, since a finalizer on a tensor would not see the views that keep it alive
         array = np.full(nbytes, DEVICE_POISON, dtype=np.uint8)
         self.memory.take(nbytes)
@@ -142,6 +216,7 @@ class SimulatedBackend(Backend):
     def copy(self, stream: Stream, dst: Tensor, src: Tensor, *, keep: bool = False) -> None:
         assert dst.shape == src.shape
         assert dst.dtype == src.dtype
+        self._faults.hit("copy", self.steps)
         poison = HOST_POISON if stream == "in" else DEVICE_POISON
         nbytes = src.numel() * src.itemsize
         for count in (self.step_bytes, self.total):
@@ -155,10 +230,18 @@ class SimulatedBackend(Backend):
             if not keep:
                 _poison(src, poison)
 
-        self._queue(stream, Operation(run=run))
+        self._queue(stream, Operation(run=run, seconds=self.speeds.copy_seconds(nbytes, stream == "in")))
 
-    def launch(self, fn: Callable[[], None]) -> None:
-        self._queue("compute", Operation(run=fn))
+    def launch(self, fn: Callable[[], None], *, nbytes: int = 0, linked: bool = False) -> None:
+        self._faults.hit("launch", self.steps)
+        if linked:
+            for count in (self.step_bytes, self.total):
+                count.bytes_in += nbytes
+                count.bytes_out += nbytes
+        self._queue("compute", Operation(run=fn, seconds=self.speeds.kernel_seconds(nbytes, linked)))
+
+    def elapsed(self, start: Event, stop: Event) -> float | None:
+        return float(stop.time - start.time) if start.done and stop.done else None
 
     def record(self, stream: Stream) -> Event:
         self._queues.events += 1
@@ -173,6 +256,7 @@ class SimulatedBackend(Backend):
     def wait_host(self, event: Event | None) -> None:
         if event is not None:
             self._reach(event)
+            self.host_time = max(self.host_time, event.time)
         else:
             while left := [stream for stream in STREAMS if self._queues.streams[stream]]:
                 able = [stream for stream in left if self._runnable(stream)]
@@ -180,17 +264,21 @@ class SimulatedBackend(Backend):
                     self._run_head(self._rng.choice(able))
                 else:
                     self._drain(left[0])  # which says what the deadlock is
+            self.host_time = max(self.host_time, *self._queues.clocks.values())
         self._raise_error()
 
     def end_step(self) -> None:
         self._run_ahead()
         self._drain("compute")
         self.last_step, self.step_bytes = self.step_bytes, StepBytes()
+        self.steps += 1
         self._raise_error()
 
     # ------------------------------------------------------------------ execution
 
     def _queue(self, stream: Stream, operation: Operation) -> None:
+        self.host_time += self.speeds.call
+        operation.queued = self.host_time
         self._queues.streams[stream].append(operation)
         self._run_ahead()
 
@@ -212,8 +300,11 @@ class SimulatedBackend(Backend):
 
     def _run_head(self, stream: Stream) -> None:
         operation = self._queues.streams[stream].popleft()
+        clocks, event = self._queues.clocks, operation.waits_for
+        start = max(clocks[stream], operation.queued, event.time if event is not None else 0.0)
+        clocks[stream] = start + operation.seconds
         if operation.reaches is not None:
-            operation.reaches.done = True
+            operation.reaches.done, operation.reaches.time = True, clocks[stream]
         if operation.run is not None:
             try:
                 operation.run()

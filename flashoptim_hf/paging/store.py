@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from .streams import Backend, Event
 
 BOUNDARY = 256
 """Bytes: where planes of a page start, in home memory (unless pages are too small for it) and in a staging slot."""
+
+
+Kind = Literal["device", "pinned", "pageable", "file"]
+"""What home memory is."""
 
 
 class Block:
@@ -65,7 +69,7 @@ class Page:
         views: the page's entries in each plane, at home, flat.
         pieces: what lies in it, in order.
         staged: whether it has to travel to device memory to be updated.
-        written: event of the last write-back that was queued, None when home was never behind.
+        written: event of the last copy or kernel that uses home memory, None when there was none.
     """
 
     views: tuple[Tensor, ...]
@@ -95,8 +99,9 @@ class Usage:
 class _Extent:
     """One arena with its blocks and its pages; goes as a whole when its last block is freed."""
 
-    def __init__(self, arena: Arena, page_elements: int) -> None:
+    def __init__(self, arena: Arena, page_elements: int, kind: Kind) -> None:
         self.arena = arena
+        self.kind = kind
         self.page_elements = page_elements
         self.live = 0
         self.pages: dict[int, Page] = {}
@@ -132,16 +137,27 @@ class StateStore:
         backend: gives the memory.
         paged: home is host memory, pinned where there is a device. False: home is on the device, and nothing is ever copied.
         page_bytes: bytes of a page over all planes, at most.
+        files: gives home memory that is mapped from a file, uint8 of shape (nbytes,), instead of the backend's host memory. What it raises
+            is passed on, and the store is as it was.
 
     Raises:
         ConfigurationError: `page_bytes` is too small for one group of elements.
     """
 
-    def __init__(self, planes: tuple[Plane, ...], *, backend: Backend, paged: bool, page_bytes: int) -> None:
+    def __init__(
+        self,
+        planes: tuple[Plane, ...],
+        *,
+        backend: Backend,
+        paged: bool,
+        page_bytes: int,
+        files: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self.planes = tuple(planes)
         self.backend = backend
         self.paged = paged
         self.page_bytes = page_bytes
+        self._files = files
         self._pages: list[Page] | None = None
         self._layouts = [(plane.dtype.itemsize, plane.group) for plane in self.planes]
         largest = plan.page_elements(page_bytes, self._layouts, ALIGN)
@@ -182,7 +198,7 @@ class StateStore:
                 self.backend.trim()
                 todo = deque(plan.extents(numels[len(blocks) :], ALIGN, pinned=False))
                 continue
-            made.append(_Extent(arena, self._page_elements))
+            made.append(_Extent(arena, self._page_elements, self._kind))
             members = zip(numels[len(blocks) :], extent.starts, strict=False)
             inside = [self._block(numel, made[-1], start) for numel, start in members]
             made[-1].fill(inside, extent.starts, extent.used, self.staged)
@@ -236,11 +252,31 @@ class StateStore:
         """Bytes of all buffers: live blocks, alignment, and what pinning rounds up."""
         return sum(extent.arena.nbytes for extent in self._extents)
 
+    def bytes_of(self, kind: Kind) -> int:
+        """Bytes of all buffers that are memory of this kind."""
+        return sum(extent.arena.nbytes for extent in self._extents if extent.kind == kind)
+
+    def host_bytes(self, numels: Sequence[int]) -> int:
+        """Bytes of host memory that allocating blocks of these sizes would take now: none on the device and in files."""
+        if self._files is not None or (not self.paged and self.backend.stages):
+            return 0
+        return plan.host_bytes(numels, self._layouts, ALIGN, pinned=self._pins)
+
+    @property
+    def _kind(self) -> Kind:
+        if not self.paged and self.backend.stages:
+            return "device"
+        if self._files is not None:
+            return "file"
+        return "pinned" if self._pins else "pageable"
+
     @property
     def _pins(self) -> bool:
-        return self.staged and self.backend.pins
+        return self.staged and self.backend.pins and self._files is None
 
     def _memory(self, nbytes: int) -> Tensor:
+        if self.paged and self._files is not None:
+            return self._files(nbytes)
         return self.backend.host_empty(nbytes) if self.paged else self.backend.device_home(nbytes)
 
     def _block(self, numel: int, extent: _Extent | None, start: int) -> Block:

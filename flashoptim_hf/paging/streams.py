@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError, HostMemoryError, UnsupportedError
+from .host_limits import locked_text
 from .plan import format_bytes
+
+OUT_OF_MEMORY = torch.OutOfMemoryError
+"""What a device's allocator raises when it has no more."""
 
 Event = Any
 """A point in a stream, as a backend's `record` gives it; opaque to everything but that backend."""
@@ -59,7 +63,7 @@ class Backend(ABC):
                 self.pinned = True
                 return buffer
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return self._pageable(nbytes)
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
                 f"{format_bytes(nbytes)} of host memory for optimizer state cannot be had ({_first_line(error)}). Free host memory, "
@@ -70,11 +74,15 @@ class Backend(ABC):
         """Pinned memory of that size, or the RuntimeError that says why there is none."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
+    def _pageable(self, nbytes: int) -> Tensor:
+        """Ordinary memory of that size, or the RuntimeError or MemoryError that says why there is none."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
     def _stop_pinning(self, nbytes: int, error: RuntimeError) -> None:
         self.pins = self.pinned = False
         warnings.warn(
             f"host memory for paged optimizer state stays pageable: pinning {format_bytes(nbytes)} failed ({_first_line(error)}). "
-            "Training is right but copies are slower. Usual causes: the limit on locked memory (ulimit -l), a container's memory "
+            f"Training is right but copies are slower. Usual causes: the limit on locked memory ({locked_text()}), a container's memory "
             "limit, WSL.",
             RuntimeWarning,
             stacklevel=3,
@@ -82,6 +90,21 @@ class Backend(ABC):
 
     def trim(self) -> None:  # noqa: B027 (most backends keep nothing)
         """Give pinned memory that is no longer in use back to the system, where the allocator would keep it."""
+
+    def trim_device(self) -> None:  # noqa: B027 (most backends keep nothing)
+        """Give device memory that is no longer in use back to the device, where the allocator would keep it. May wait for the device."""
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """(bytes that are free on the device, all its bytes); None where there is no limit to know."""
+        return None
+
+    def reach(self, home: Tensor) -> Tensor:  # noqa: ARG002
+        """The same host memory as a tensor that kernels on the device can read and write in place.
+
+        Raises:
+            UnsupportedError: the device cannot reach it.
+        """
+        raise UnsupportedError(f"transport='zero_copy' is not served on {self.device}; use transport='staged'.")
 
     @abstractmethod
     def device_empty(self, nbytes: int) -> Tensor:
@@ -102,8 +125,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def launch(self, fn: Callable[[], None]) -> None:
-        """Run `fn`, which starts kernels, on the compute stream: the stream of the user's own work on this device."""
+    def launch(self, fn: Callable[[], None], *, nbytes: int = 0, linked: bool = False) -> None:
+        """Run `fn`, which starts kernels, on the compute stream: the stream of the user's own work on this device.
+
+        `nbytes` of state are read and written, over the link to the host where `linked`: for a device that only models time.
+        """
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
@@ -116,6 +142,10 @@ class Backend(ABC):
     @abstractmethod
     def wait_host(self, event: Event | None) -> None:
         """The host waits for the event, or for everything that is queued when it is None."""
+
+    def elapsed(self, start: Event, stop: Event) -> float | None:  # noqa: ARG002
+        """Seconds between two events of one stream; None where they are not both reached yet, or there are no clocks."""
+        return None
 
     def read_later(self, value: Tensor) -> Callable[[], Tensor]:
         """Copy a small tensor to the host behind the work queued so far, without waiting.
@@ -156,7 +186,7 @@ class HostBackend(Backend):
     def copy(self, stream: Stream, dst: Tensor, src: Tensor, *, keep: bool = False) -> None:  # noqa: ARG002
         dst.copy_(src)
 
-    def launch(self, fn: Callable[[], None]) -> None:
+    def launch(self, fn: Callable[[], None], *, nbytes: int = 0, linked: bool = False) -> None:  # noqa: ARG002
         fn()
 
     def record(self, stream: Stream) -> Event:  # noqa: ARG002
@@ -209,6 +239,32 @@ class AcceleratorBackend(Backend):
         if release is not None:
             release()
 
+    def trim_device(self) -> None:
+        self._api.empty_cache()
+
+    def device_memory(self) -> tuple[int, int] | None:
+        # of the device, not of torch's allocator: what the model needs at its peak is kept there and counts as taken
+        free, total = self._api.mem_get_info(self.device)
+        return int(free), int(total)
+
+    def reach(self, home: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return super().reach(home)
+        if not home.is_pinned():
+            raise UnsupportedError(
+                "transport='zero_copy' needs page-locked host memory for optimizer state, and "
+                f"{format_bytes(home.numel() * home.itemsize)} of it could not be pinned (limit on locked memory: {locked_text()}). "
+                "Use transport='staged', or lift the limit."
+            )
+        with self._on_device():
+            alias = torch.as_tensor(_Mapped(home), device=self.device).view(home.dtype)
+        # a copy would be updated instead of the state
+        assert alias.data_ptr() == home.data_ptr()
+        return alias
+
+    def elapsed(self, start: Event, stop: Event) -> float | None:
+        return float(start.elapsed_time(stop)) / 1e3 if start.query() and stop.query() else None
+
     def device_empty(self, nbytes: int) -> Tensor:
         buffer = self._device_empty(nbytes)
         # the allocator then keeps a freed buffer until the copies that use it are done
@@ -223,12 +279,12 @@ class AcceleratorBackend(Backend):
         with self._api.stream(self._copy_streams[stream]):
             dst.copy_(src, non_blocking=True)
 
-    def launch(self, fn: Callable[[], None]) -> None:
+    def launch(self, fn: Callable[[], None], *, nbytes: int = 0, linked: bool = False) -> None:  # noqa: ARG002
         with self._on_device():
             fn()
 
     def record(self, stream: Stream) -> Event:
-        event = self._api.Event()
+        event = self._api.Event(enable_timing=True)
         event.record(self._stream(stream))
         return event
 
@@ -245,6 +301,15 @@ class AcceleratorBackend(Backend):
 
     def end_step(self) -> None:
         pass
+
+
+class _Mapped:
+    """Host memory as an array on the device: pinned memory has one address on both sides."""
+
+    def __init__(self, home: Tensor) -> None:
+        self._home = home  # the array lives as long as it is used
+        nbytes = home.numel() * home.itemsize
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (home.data_ptr(), False), "version": 2}
 
 
 @cache

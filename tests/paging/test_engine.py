@@ -5,67 +5,12 @@ import random
 import pytest
 import torch
 
-from flashoptim_hf.codecs.base import Plane
 from flashoptim_hf.errors import ConfigurationError
 from flashoptim_hf.paging.engine import Engine
 from flashoptim_hf.paging.simulated import SimulatedBackend
 from flashoptim_hf.paging.store import StateStore
 from flashoptim_hf.paging.streams import HostBackend
-
-PLANES = (Plane("code", torch.int8), Plane("value", torch.float32), Plane("scale", torch.bfloat16, 64), Plane("range", torch.float32, 32))
-GROUP_BYTES = 64 * (1 + 4) + 2 + 8
-# odd sizes: a tail inside a group, a block over three pages, several blocks in a page, an empty one
-NUMELS = [100, 300, 0, 64, 7, 193]
-
-
-class World:
-    """Blocks with a host tensor each, which every update reads and writes as a kernel does with parameters."""
-
-    def __init__(self, backend, numels=NUMELS, *, paged=True, groups=2, prefetch=1, engine=Engine):
-        self.backend = backend
-        self.store = StateStore(PLANES, backend=backend, paged=paged, page_bytes=groups * GROUP_BYTES)
-        self.engine = engine(backend, prefetch=prefetch)
-        self.blocks = []
-        self.grow(numels)
-
-    def grow(self, numels):
-        generator = torch.Generator().manual_seed(len(self.blocks))
-        for block in self.store.allocate(numels):
-            block.owner = torch.randn(block.numel, generator=generator)
-            for i in range(len(PLANES)):
-                raw = block.view(i).view(torch.uint8)
-                raw.copy_(torch.randint(0, 60, raw.shape, generator=generator, dtype=torch.uint8))
-            self.blocks.append(block)
-
-    @staticmethod
-    def update(page, planes):
-        pieces = list(page.pieces)
-
-        def kernel():
-            for piece in pieces:
-                for plane, view in zip(PLANES, planes, strict=True):
-                    part = view[piece.start // plane.group :][: plane.entries(piece.numel)]
-                    part.copy_(part * 3 + 1)
-                owner = piece.block.owner[piece.index : piece.index + piece.numel]
-                owner.mul_(0.5).add_(planes[1][piece.start : piece.start + piece.numel])
-
-        return kernel
-
-    def content(self):
-        """All state and all owners as bytes, without waiting for anything."""
-        tensors = [view for block in self.blocks for view in (*(block.view(i) for i in range(len(PLANES))), block.owner)]
-        return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
-
-    def train(self, steps=4, sync_at=(1,)):
-        """Steps over all pages, backwards, and over some of them; returns what the host saw whenever it synchronized."""
-        seen = []
-        for step in range(steps):
-            pages = self.store.pages
-            self.engine.run([pages, pages[::-1], pages[1::2], pages[::-1]][step % 4], self.update)
-            if step in sync_at or step == steps - 1:
-                self.engine.synchronize()
-                seen.append(self.content())
-        return torch.cat(seen)
+from tests.paging.world import GROUP_BYTES, PLANES, World
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +97,16 @@ def test_the_wrapper_of_the_last_test_is_harmless(expected):
 
 def test_new_slots_wait_for_the_memory_s_earlier_owner(expected):
     class Careless(Engine):
-        def _add_slot(self):
-            super()._add_slot()
-            self._slots[-1].free = None
+        def __init__(self, backend, **options):
+            super().__init__(backend, **options)
+            plain = self._mover.slot
+
+            def slot(nbytes):
+                made = plain(nbytes)
+                made.free = None
+                return made
+
+            self._mover.slot = slot
 
     assert not all(torch.equal(World(SimulatedBackend(seed), engine=Careless).train(), expected) for seed in range(50))
 
@@ -217,7 +169,9 @@ def test_sending_back_waits_for_the_copy_in():
         world = World(SimulatedBackend(seed))
         before = world.content()
         if careless:
-            world.engine._send_back = world.engine._write_back
+            staging = world.engine._staging
+            plain = staging.write_back
+            staging.write_back = lambda page, arriving=False, plain=plain: plain(page)  # noqa: ARG005
         for page in world.store.pages[:3]:
             world.engine.begin(page)
         world.engine.synchronize()
@@ -302,7 +256,7 @@ def test_planes_lie_at_boundaries_in_a_slot():
     world = World(SimulatedBackend(0))
     page = world.store.pages[0]
     views = world.engine.begin(page)
-    origin = world.engine._slots[0].buffer.data_ptr()
+    origin = world.engine._staging.slots[0].buffer.data_ptr()
     assert all((view.data_ptr() - origin) % 256 == 0 for view in views)
     assert [(view.dtype, view.shape) for view in views] == [(view.dtype, view.shape) for view in page.views]
 
@@ -438,7 +392,7 @@ def test_after_a_failure_home_is_whole_and_the_next_step_works(where, call):
                     reference.engine.run([reference.store.pages[position]], reference.update)
                 assert torch.equal(world.content(), reference.content())
         assert failures == (call <= 21 or where not in ("update", "launch"))
-        assert list(world.engine._ring.held()) == []
+        assert list(world.engine._staging.ring.held()) == []
 
 
 def test_a_kernel_that_fails_on_the_device_is_reported_and_the_next_step_works():

@@ -37,6 +37,12 @@ class FakeDeviceModule:
                 module.calls.append(("synchronize", self))
 
         class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+
+            def query(self):
+                return False
+
             def record(self, stream):
                 module.calls.append(("record", stream, self))
 
@@ -271,7 +277,7 @@ def test_waits_and_records_are_those_of_the_simulated_device(fake, prefetch):
     fake.calls.clear()
     backend = backend_for(torch.device("cuda", 0))
     plain_launch = backend.launch
-    backend.launch = lambda fn: (fake.calls.append(("launch",)), plain_launch(fn))
+    backend.launch = lambda fn, **model: (fake.calls.append(("launch",)), plain_launch(fn, **model))
     store, block, engine = world_on(backend, prefetch)
     steps(store, engine)
     assert trace_of_fake(fake, engine) == expected
