@@ -74,15 +74,17 @@ def outgoing(algorithm: str, target: str, saved: Mapping[str, Any], wide: bool, 
     if algorithm == "sgd":
         if group.pop("decoupled_weight_decay", False) and group["weight_decay"]:
             _note(notes, f"decoupled_weight_decay=True is no part of {target}'s state: choose one with decoupled decay (SGDW) there.")
+        nesterov, dampening = group.pop("nesterov", False), group.pop("dampening", 0.0)
         if target == "bitsandbytes":
-            if group["nesterov"] or group["dampening"]:
-                raise CheckpointError(
-                    f"nesterov={group['nesterov']} and dampening={group['dampening']}: bitsandbytes' SGD has neither. Use sgd (torch)."
-                )
-            group |= {"betas": (group.pop("momentum"), group.pop("dampening")), "eps": 0.0}
-            del group["nesterov"]
-        elif target == "flashoptim" and group.pop("nesterov", False):
-            _note(notes, "nesterov=True is no part of flashoptim's state: pass it to the constructor there.")
+            if nesterov or dampening:
+                raise CheckpointError(f"nesterov={nesterov} and dampening={dampening}: bitsandbytes' SGD has neither. Use sgd (torch).")
+            group |= {"betas": (group.pop("momentum"), 0.0), "eps": 0.0}
+        elif target == "sgd":
+            group |= {"nesterov": nesterov, "dampening": dampening}
+        else:
+            group["dampening"] = dampening
+            if nesterov:
+                _note(notes, "nesterov=True is no part of flashoptim's state: pass it to the constructor there.")
     if target in ("adamw_torch", "sgd"):
         group |= {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
         if algorithm == "adamw":
