@@ -257,6 +257,12 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming],
             f"{len(cut_anew)} parameters are sharded in another way than when their state was saved, and their groups begin elsewhere: "
             "their states were decoded and stored anew once; each value is within the codec's error."
         )
+    scaled = [entry for param, entry in incoming.items() if _scaled(entry, layout.records[param])]
+    if scaled:
+        notes.append(
+            f"the corrections of {len(scaled)} parameters were stored in another width (master_bits) and have been scaled: their master "
+            "weights are within the precision of the smaller one."
+        )
     if lost:
         notes.append(
             f"{len(lost)} parameters have a correction to 24- or 32-bit master weights only in the state or only here (another weight "
@@ -266,3 +272,9 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming],
         notes = [" ".join([message, *notes])]
     for note in notes:
         warnings.warn(note, stacklevel=5)
+
+
+def _scaled(entry: _Incoming, record: Record) -> bool:
+    """Whether a correction was taken over in another width than it was saved in."""
+    saved, now = entry.values.get(CORRECTION), record.views.get(CORRECTION)
+    return saved is not None and now is not None and not entry.foreign and saved.dtype != now.dtype
