@@ -76,7 +76,10 @@ def load_model(model_args: ModelConfig, args: SFTConfig, adapter_name: str) -> P
     if adapter is None:
         raise ConfigurationError("use_peft=false: this recipe trains an adapter on a quantized model; full fine-tuning is another recipe.")
     # trl computes in `dtype`, which is also what norms and embeddings are stored in; the two are told apart here.
-    quantization = get_quantization_config(replace(model_args, dtype="float16" if args.fp16 else "bfloat16"))
+    compute, sharded = "float16" if args.fp16 else "bfloat16", os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    # FSDP2 cuts floating point tensors only: 4-bit weights in the default blocks of uint8 would stay whole on every process
+    storage = model_args.bnb_4bit_quant_storage or (compute if sharded else None)
+    quantization = get_quantization_config(replace(model_args, dtype=compute, bnb_4bit_quant_storage=storage))
     # Each process loads onto its own device. "auto" would spread the model over all of them, which a quantized model cannot train on.
     device = args.device.type if args.device.type == "cpu" else f"{args.device.type}:{args.local_process_index}"
     print(f"[rank {args.process_index}] loading {model_args.model_name_or_path} with device map {{'': '{device}'}}", flush=True)
@@ -87,7 +90,7 @@ def load_model(model_args: ModelConfig, args: SFTConfig, adapter_name: str) -> P
         attn_implementation=model_args.attn_implementation,
         dtype=model_args.dtype,
         quantization_config=quantization,
-        device_map=None if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else {"": device},
+        device_map=None if sharded else {"": device},
     )
     # On CPUs with AVX512-BF16, bitsandbytes (0.50.2 at least) repacks a layer for good at its first pass in evaluation mode, and a repacked
     # layer passes no gradient on: training after an evaluation would go on with wrong gradients and no error.

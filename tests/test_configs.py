@@ -5,11 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from flashoptim_hf.trainer import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -63,6 +68,32 @@ def test_loads_through_its_own_parser(path: Path, monkeypatch: pytest.MonkeyPatc
     for key, value in settings.items():
         found = values[key]
         assert str(getattr(found, "value", found)) == str(value), key
+
+
+FSDP = [path for path in FILES if path.name.startswith("fsdp2")]
+
+
+@pytest.mark.parametrize("path", FSDP, ids=lambda path: path.name)
+def test_what_accelerate_makes_of_an_fsdp_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through its launcher into the environment, and from there into the plugin that shards: every value arrives."""
+    args = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    args, _, _ = _validate_launch_command(args)
+    for key, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    asked = yaml.safe_load(path.read_text(encoding="utf-8"))["fsdp_config"]
+    assert asked["fsdp_version"] == plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is asked["fsdp_reshard_after_forward"] is True
+    assert plugin.cpu_ram_efficient_loading is asked["fsdp_cpu_ram_efficient_loading"]
+    assert plugin.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+    assert plugin.state_dict_type.name == asked["fsdp_state_dict_type"]
+    assert type(plugin.cpu_offload).__name__ == "OffloadPolicy"  # which keeps weights on the device
+    assert args.mixed_precision == "no"
+    assert not {
+        name for name in asked if not hasattr(plugin, name.removeprefix("fsdp_")) and name not in ("fsdp_version", "fsdp_offload_params")
+    }
+    assert len(FSDP) == 2
+    processes.check(SimpleNamespace(deepspeed=None, fsdp_plugin_args=None))  # what the package refuses, this is not
 
 
 BROKEN = {

@@ -119,3 +119,30 @@ def test_a_placement_that_cannot_be_described_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"shape \(8, 8\).*Shard\(dim=1\).*Use fully_shard"):
         sharded.check(Cut())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_parameter_without_elements(paged: bool) -> None:
+    """What a rank holds of a parameter with fewer rows than ranks: nothing to do, and an entry in the state all the same."""
+    params = [nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0, 5, dtype=torch.bfloat16))]
+    optimizer = FlashAdamW(params, paged=paged)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert [values["exp_avg"].shape for values in saved["state"].values()] == [(0,), (3,), (0, 5)]
+    fresh = FlashAdamW([nn.Parameter(p.detach().clone()) for p in params], paged=paged)
+    fresh.load_state_dict(saved)
+    assert [int(values["step"]) for values in fresh.state_dict()["state"].values()] == [1, 1, 1]
+    assert optimizer.memory_report().num_params == 3
+    assert optimizer.planned_bytes()[0] == optimizer.memory_report().host_bytes
+    alone = FlashAdamW(params[:1], paged=paged)
+    alone.step()
+    assert alone.memory_report().state_bytes == 0
+
+
+def test_parameters_on_a_device_that_is_not_served_are_named() -> None:
+    param = nn.Parameter(torch.ones(3, device="meta"))
+    param.grad = torch.ones(3, device="meta")
+    with pytest.raises(UnsupportedError, match=r"parameters on meta are not served.*Move the model"):
+        FlashAdamW([param]).step()

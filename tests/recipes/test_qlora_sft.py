@@ -250,6 +250,24 @@ def test_device_map_comes_from_the_local_process_index(
     assert seen["trust_remote_code"] is False
 
 
+@pytest.mark.parametrize(
+    ("launched", "options", "expected"),
+    [
+        ("false", [], torch.uint8),
+        ("true", [], torch.bfloat16),
+        ("true", ["--bnb_4bit_quant_storage", "float32"], torch.float32),
+    ],
+)
+def test_fsdp_stores_weights_in_what_it_can_cut(
+    launched: str, options: list[str], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", launched)
+    _, args, model_args = parse(tiny_model, "unused", "--use_cpu", "true", *options)
+    model = qlora_sft.load_model(model_args, args, "default")
+    stored = {weight.dtype for weight in model.parameters() if type(weight).__name__ == "Params4bit"}
+    assert stored == {expected}
+
+
 # ---------------------------------------------------------------------- the model
 
 
