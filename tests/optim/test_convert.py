@@ -247,6 +247,25 @@ def test_a_state_of_other_shapes_is_refused(source):
         FlashAdamW(params).load_state_dict(outcome.state)
 
 
+def test_names_match_where_both_sides_know_them():
+    named = {name: nn.Parameter(torch.randn(size)) for name, size in (("a", 6), ("b", 6))}
+    other = torch.optim.AdamW(named.items())
+    for i, p in enumerate(named.values()):
+        p.grad = torch.full((6,), 1.0 + i)
+    other.step()
+    for order, match in ((["b", "a"], None), (["a", "c"], "Only in the state: b; only here: c")):
+        mine = {name: nn.Parameter(torch.zeros(6)) for name in order}
+        optimizer = FlashAdamW(mine.items(), codec="none")
+        if match:
+            with pytest.raises(CheckpointError, match=match):
+                optimizer.load_state_dict(other.state_dict())
+            continue
+        with pytest.warns(UserWarning, match="torch AdamW"):
+            optimizer.load_state_dict(other.state_dict())
+        for name, p in mine.items():
+            assert torch.equal(optimizer.state[p]["exp_avg"], other.state[named[name]]["exp_avg"])
+
+
 def test_flat_keys_of_older_bitsandbytes(source, as_bits):
     outcome = source("adamw", "bitsandbytes8")
     flat = {**outcome.state, "state": {key: foreign.unnested(values) for key, values in outcome.state["state"].items()}}
@@ -280,6 +299,25 @@ def test_flashoptim_goes_in_and_out_bit_for_bit(flashoptim, algorithm, as_bits):
     for target in ("bitsandbytes", *({"adamw": ["adamw_torch"], "sgd": ["sgd"]}.get(algorithm, []))):
         there, _ = from_ours(to_ours(outcome.state)[0], target, bits=32)
         assert recognise(there).algorithm == algorithm
+
+
+def test_uncompressed_states_of_flashoptim(flashoptim):
+    """`compress_state_dict=False` writes fp32 moments, beside the corrections."""
+    outcome = deepcopy(flashoptim["adamw", "bfloat16"])
+    exact, _, _ = loaded("adamw", outcome, codec="softsign")
+    values = {name: [exact.decoded_state(p)[name] for p in exact.param_groups[0]["params"]] for name in ("exp_avg", "exp_avg_sq")}
+    for key, entry in outcome.state["state"].items():
+        outcome.state["state"][key] = {
+            "step": entry["step"],
+            "error_bits": entry["error_bits"],
+            **{name: values[name][key] for name in values},
+        }
+    assert recognise(outcome.state) == ("flashoptim", "adamw")
+    optimizer, params, said = loaded("adamw", outcome, codec="none")
+    assert "as it was" in said[0]
+    for key, p in enumerate(params):
+        assert torch.equal(optimizer.decoded_state(p)["exp_avg_sq"], values["exp_avg_sq"][key])
+        assert torch.equal(optimizer.state[p]["correction"], exact.state[exact.param_groups[0]["params"][key]]["correction"])
 
 
 def test_flashoptim_goes_on_from_our_state_as_we_do(flashoptim):
