@@ -1,11 +1,13 @@
-"""The simulated device itself: order, poison, counting, deadlock."""
+"""The simulated device itself: order, poison, counting, deadlock, time, failures."""
 
 import collections
 
 import pytest
 import torch
 
+from flashoptim_hf.errors import HostMemoryError, UnsupportedError
 from flashoptim_hf.paging.simulated import POLICIES, DeadlockError, Operation, SimulatedBackend, SimulatedEvent
+from flashoptim_hf.paging.simulated_model import InjectedError, Speeds
 
 
 def log_of(seed, policy=None, waits=True):
@@ -164,3 +166,118 @@ def test_waiting_in_a_circle_is_an_error_that_names_it():
         backend.wait_host(first)
     with pytest.raises(DeadlockError):
         backend.wait_host(None)
+
+
+# ---------------------------------------------------------------------- time
+
+
+def test_streams_have_clocks_and_waits_take_until_the_event():
+    for seed in range(30):
+        speeds = Speeds(link_in=100.0, link_out=50.0, copy_latency=1.0, memory=10.0, launch_latency=2.0, call=0.0)
+        backend = SimulatedBackend(seed, speeds=speeds)
+        host, device = torch.zeros(100, dtype=torch.uint8), backend.device_home(100)
+        begin = backend.record("in")
+        backend.copy("in", device, host)
+        arrived = backend.record("in")
+        backend.wait("compute", arrived)
+        backend.launch(lambda: None, nbytes=100)
+        computed = backend.record("compute")
+        backend.work(3.0)
+        backend.wait("out", computed)
+        backend.copy("out", host, device)
+        home = backend.record("out")
+        backend.wait_host(home)
+        times = [event.time for event in (begin, arrived, computed, home)]
+        # 1 + 100 / 100; then 2 + 2 * 100 / 10; then 1 + 100 / 50, beside the work of 3
+        assert times == [0.0, 2.0, 24.0, 27.0]
+        assert backend.elapsed(begin, arrived) == 2.0
+        assert backend.host_time == 27.0
+        backend.wait_host(None)
+        assert backend.host_time == 27.0
+
+
+def test_kernels_over_the_link_take_the_link_s_time_and_count_its_bytes():
+    backend = SimulatedBackend(0, speeds=Speeds(link_in=100.0, link_out=50.0, launch_latency=0.0, call=0.0))
+    backend.launch(lambda: None, nbytes=100, linked=True)
+    backend.end_step()
+    assert backend.record("compute").time <= 2.0
+    backend.wait_host(None)
+    assert backend.host_time == 2.0
+    assert (backend.last_step.bytes_in, backend.last_step.bytes_out) == (100, 100)
+
+
+def test_an_event_that_is_not_reached_has_no_time():
+    backend = SimulatedBackend(0, "everything late")
+    first = backend.record("out")
+    backend.copy("out", torch.zeros(4), torch.zeros(4))
+    second = backend.record("out")
+    assert backend.elapsed(first, second) is None
+    backend.wait_host(second)
+    assert backend.elapsed(first, second) > 0
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_failures_come_when_they_were_asked_for():
+    backend = SimulatedBackend(0)
+    backend.fail("copy", at=2, times=2)
+    outcomes = []
+    for _ in range(5):
+        try:
+            backend.copy("in", torch.zeros(4), torch.zeros(4))
+            outcomes.append("ran")
+        except InjectedError as error:
+            outcomes.append(str(error))
+    assert outcomes == ["ran", *["simulated device: copy failed, as asked for"] * 2, "ran", "ran"]
+
+
+def test_a_failure_can_wait_for_a_step():
+    backend = SimulatedBackend(0)
+    backend.fail("allocate", step=2)
+    for step in range(4):
+        if step == 2:
+            with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+                backend.device_empty(10)
+        backend.device_empty(10)
+        backend.end_step()
+
+
+def test_launches_and_host_memory_fail_too():
+    backend = SimulatedBackend(0)
+    backend.fail("launch")
+    backend.fail("host")
+    with pytest.raises(InjectedError, match="launch failed"):
+        backend.launch(lambda: None)
+    with pytest.raises(HostMemoryError, match="host failed, as asked for"):
+        backend.host_empty(10)
+    assert backend.host_empty(10).numel() == 10
+
+
+def test_pinning_that_fails_leaves_memory_that_kernels_do_not_reach():
+    backend = SimulatedBackend(0, pin=True)
+    backend.fail("pin")
+    with pytest.warns(RuntimeWarning, match=r"pageable.*pin failed, as asked for.*ulimit -l is"):
+        buffer = backend.host_empty(100)
+    assert backend.pinned is False
+    with pytest.raises(UnsupportedError, match="zero_copy"):
+        backend.reach(buffer)
+
+
+def test_kernels_reach_host_memory_of_the_backend_only():
+    backend = SimulatedBackend(0)
+    buffer = backend.host_empty(100)
+    assert backend.reach(buffer[10:20]).data_ptr() == buffer.data_ptr() + 10
+    with pytest.raises(UnsupportedError, match="zero_copy"):
+        backend.reach(torch.zeros(100))
+
+
+def test_a_device_of_limited_size_runs_out_of_memory():
+    backend = SimulatedBackend(0, capacity=1000)
+    assert SimulatedBackend(0).device_memory() is None
+    a = backend.device_home(600)
+    assert backend.device_memory() == (400, 1000)
+    with pytest.raises(torch.OutOfMemoryError, match="500 B asked for, 400 B free"):
+        backend.device_home(500)
+    del a
+    assert backend.device_home(1000).numel() == 1000

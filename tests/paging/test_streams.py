@@ -22,6 +22,7 @@ class FakeDeviceModule:
 
     def __init__(self, count=2):
         self.calls, self.now, self.on_stream = [], 0, None
+        self.reached, self.emptied, self.free = False, 0, (5, 7)
         self.streams_made = []
         module = self
 
@@ -41,9 +42,13 @@ class FakeDeviceModule:
                 assert enable_timing
 
             def query(self):
-                return False
+                return module.reached
+
+            def elapsed_time(self, other):
+                return module.calls.index(("record", other.stream, other)) - module.calls.index(("record", self.stream, self))
 
             def record(self, stream):
+                self.stream = stream
                 module.calls.append(("record", stream, self))
 
             def synchronize(self):
@@ -58,6 +63,13 @@ class FakeDeviceModule:
 
     def current_stream(self, device=None):
         return self.current[torch.device("cuda", self.now) if device is None else device]
+
+    def empty_cache(self):
+        self.emptied += 1
+
+    def mem_get_info(self, device):
+        assert device == torch.device("cuda", 1)
+        return self.free
 
     @contextlib.contextmanager
     def device(self, device):
@@ -326,3 +338,51 @@ def test_refused_pinning_lets_torch_s_cache_go(monkeypatch):
     steps(store, engine)
     assert emptied == [1]
     assert backend.pinned is False
+
+
+def test_times_are_read_only_when_they_are_known(fake):
+    backend = backend_for(torch.device("cuda", 1))
+    first, second = backend.record("in"), backend.record("in")
+    assert backend.elapsed(first, second) is None
+    fake.reached = True
+    assert backend.elapsed(first, second) == 1e-3
+    assert not [call for call in fake.calls if call[0] == "synchronize"]
+
+
+def test_memory_is_that_of_the_device(fake):
+    backend = backend_for(torch.device("cuda", 1))
+    assert backend.device_memory() == (5, 7)
+    backend.trim_device()
+    assert fake.emptied == 1
+
+
+def test_kernels_reach_pinned_memory_by_its_own_address(fake, monkeypatch):
+    """The array interface names the address of the host memory; the tensor made from it has to be the same memory."""
+    backend = backend_for(torch.device("cuda", 1))
+    home = torch.arange(6, dtype=torch.bfloat16)
+    made = []
+
+    def as_tensor(source, device):
+        made.append((source.__cuda_array_interface__, device, fake.now))
+        return source._home.view(torch.uint8)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    with pytest.raises(UnsupportedError, match=r"zero_copy.*12 B of it could not be pinned .*ulimit -l.*staged"):
+        backend.reach(home)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    alias = backend.reach(home)
+    assert (alias.dtype, alias.data_ptr(), alias.shape) == (home.dtype, home.data_ptr(), home.shape)
+    ((interface, device, current),) = made
+    assert interface == {"shape": (12,), "typestr": "|u1", "data": (home.data_ptr(), False), "version": 2}
+    assert device == torch.device("cuda", 1)
+    assert current == 1
+    # memory that was copied would be updated instead of the state
+    monkeypatch.setattr(torch, "as_tensor", lambda source, device: source._home.view(torch.uint8).clone())  # noqa: ARG005
+    with pytest.raises(AssertionError):
+        backend.reach(home)
+
+
+@pytest.mark.usefixtures("fake")
+def test_zero_copy_is_for_cuda_only():
+    with pytest.raises(UnsupportedError, match="zero_copy' is not served on xpu"):
+        backend_for(torch.device("xpu", 1)).reach(torch.zeros(3))
