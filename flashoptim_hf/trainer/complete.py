@@ -189,7 +189,7 @@ def _fault_inside(path: Path) -> str | None:
         return "it is empty"
     if path.suffix == ".safetensors":
         return _fault_in_safetensors(path)
-    if path.suffix == ".json":
+    if path.name == TRAINER_STATE:
         try:
             json.loads(path.read_bytes())
         except ValueError as error:

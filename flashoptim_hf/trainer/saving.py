@@ -16,13 +16,15 @@ import inspect
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
+from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available, logging
 
 from ..errors import CheckpointError, CheckpointWriteError
 from . import complete
@@ -30,6 +32,9 @@ from .callbacks import flash_optimizer
 from .register import handler_of
 
 logger = logging.get_logger(__name__)
+
+OPTIMIZER_NAME = "optimizer.pt"
+SCHEDULER_NAME = "scheduler.pt"
 
 _OURS = "_flashoptim_hf_saving"
 
@@ -232,12 +237,13 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any]) -> Callable[...,
     def wrapper(self: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
         if checkpoint is None or flash_optimizer(self.optimizer) is None:
             return original(self, checkpoint, *args, **kwargs)
+        load = functools.partial(_load_on_the_host, self) if _is_plain(self, checkpoint) else functools.partial(original, self)
         try:
-            result = original(self, checkpoint, *args, **kwargs)
-        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            result = load(checkpoint, *args, **kwargs)
+        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
             if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
                 raise
-            raise CheckpointError(f"optimizer.pt or scheduler.pt in {checkpoint} is corrupt: {error}") from error
+            raise CheckpointError(f"optimizer.pt or scheduler.pt in {checkpoint} is corrupt, or cannot be read: {error}") from error
         from ..optim.groups import UNCOUNTED_KEY
 
         # counts begin anew where a state was converted from a package that keeps none
@@ -246,6 +252,23 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any]) -> Callable[...,
         return result
 
     return wrapper
+
+
+def _is_plain(trainer: Any, checkpoint: str) -> bool:
+    """Whether the whole state lies in one file that each process loads, as on one device and under DDP."""
+    elsewhere = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_sagemaker_mp_enabled() or is_torch_xla_available()
+    return not elsewhere and Path(checkpoint, OPTIMIZER_NAME).is_file() and Path(checkpoint, SCHEDULER_NAME).is_file()
+
+
+def _load_on_the_host(trainer: Any, checkpoint: str) -> None:
+    """What the Trainer does, but never by way of the device: under DDP it would put the whole file there, which paged state need not fit.
+
+    The file is mapped, so that the processes of a machine share its pages and nothing but the live state stays in memory.
+    """
+    path = Path(checkpoint, OPTIMIZER_NAME)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    trainer.optimizer.load_state_dict(state)
+    trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
 
 # ---------------------------------------------------------------------- the seams
@@ -278,6 +301,7 @@ def install(trainer_class: Any) -> None:
 def remove(trainer_class: Any) -> None:
     """Take the wrappers off again. One that another package has wrapped since stays inside."""
     for name in SEAMS:
-        method: Any = inspect.getattr_static(trainer_class, name, None)
-        if method is not None and getattr(method, _OURS, None) is method:
-            setattr(trainer_class, name, method.__wrapped__)
+        method = vars(trainer_class).get(name)
+        original = getattr(method, "__wrapped__", None)
+        if original is not None and getattr(method, _OURS, None) is method:
+            setattr(trainer_class, name, original)

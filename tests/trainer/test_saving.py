@@ -336,6 +336,29 @@ def test_skipped_steps_are_no_other_step(make_trainer: Any, tmp_path: Path) -> N
     assert begin.step == 4
 
 
+def test_resuming_on_several_devices_takes_no_device_memory(make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several processes the Trainer loads the file onto its device; there is none here, so that would be an error."""
+    make_trainer(**SAVES).train()
+    flash = make_trainer(**SAVES)
+    flash.create_optimizer_and_scheduler(4)
+    flash.state.global_step = 4
+    monkeypatch.setattr(type(flash.args), "device", torch.device("cuda"))
+    monkeypatch.setattr(type(flash.args), "world_size", 2)
+    flash._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-4"))
+    assert saving.steps_of(flash.optimizer) == [4] * len(list(flash.model.parameters()))
+    assert flash.lr_scheduler.last_epoch == 4
+
+
+def test_a_file_that_breaks_between_check_and_load_is_named(make_trainer: Any, tmp_path: Path) -> None:
+    make_trainer(**SAVES).train()
+    for data in (b"", b"PK", (tmp_path / "checkpoint-4" / "optimizer.pt").read_bytes()[:5000]):
+        (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(data)
+        flash = make_trainer(**SAVES)
+        flash.create_optimizer_and_scheduler(4)
+        with pytest.raises(CheckpointError, match=r"optimizer\.pt.*is corrupt"):
+            flash._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))
+
+
 def test_another_set_of_trained_parameters_is_an_error_before_anything_is_loaded(make_trainer: Any) -> None:
     make_trainer(**SAVES).train()
     flash = make_trainer(**SAVES)
