@@ -185,6 +185,19 @@ def test_8_bit_states_are_decoded_as_their_own_package_does(source, form, codec)
         assert ((found["exp_avg"] - m)[where].abs() <= r[where] * umax / 127 * 1.001).all()
 
 
+def test_m_is_dropped_where_an_8_bit_v_is_0(source):
+    """m and v were rounded apart; m / eps would be the next update."""
+    outcome = source("adamw", "bitsandbytes8")
+    inner = outcome.state["state"][1][foreign.BNB_NESTED]
+    inner["state2"].view(-1)[:300] = 0
+    assert inner["qmap2"][0] == 0
+    assert foreign.read_bitsandbytes(inner, 1).view(-1)[:300].all()
+    optimizer, params, _ = loaded("adamw", outcome, codec="none")
+    m = optimizer.decoded_state(params[1])["exp_avg"].view(-1)
+    assert not m[:300].any()
+    assert torch.equal(m[300:], foreign.read_bitsandbytes(inner, 1).view(-1)[300:])
+
+
 def test_a_group_that_asks_for_fp32_gets_it_beside_one_that_does_not(source):
     outcome = source("adamw", "bitsandbytes8")
     params = parameters(outcome)
