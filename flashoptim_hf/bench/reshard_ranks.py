@@ -50,6 +50,10 @@ _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+MASTER_BITS = {"lora_a_r16": 32, "lora_b_r16": 32, "odd": 32}
+"""Shapes whose corrections take two bytes; the others take one."""
+
+
 class Model(nn.Module):
     """A bf16 parameter of each shape."""
 
@@ -65,7 +69,8 @@ def build(kind: str) -> tuple[Model, FlashAdamW]:
     model = Model()
     if kind == "sharded":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, FlashAdamW(model.parameters(), lr=1e-3, paged=True, page_bytes=4096)
+    groups = [{"params": [p], "master_bits": MASTER_BITS.get(name, 24)} for name, p in model.named_parameters()]
+    return model, FlashAdamW(groups, lr=1e-3, paged=True, page_bytes=4096)
 
 
 def train(model: Model, optimizer: FlashAdamW, steps: range) -> None:

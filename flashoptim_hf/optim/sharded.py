@@ -2,7 +2,8 @@
 
 Pages and kernels know the local shard, whose groups run from its first element. What leaves in a state dict has global meaning:
 
-    code planes, corrections   the parameter's shape, mesh and placement
+    code planes, corrections   the parameter's shape, mesh and placement; int16 corrections as pairs of int8, one dimension more, since
+                               neither NCCL nor gloo gathers int16
     group constants            (rows, row / q), sharded with the rows: one number for each run of q = gcd(row, group) elements, which lies
                                in one row and in one group wherever rows are cut
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..codecs.base import Codec
 from ..errors import UnsupportedError
 from . import modes
-from .layout import STEP, Record, local
+from .layout import CORRECTION, STEP, Record, local
 
 _RUNS_AT_ONCE = 1 << 16
 _SAMPLE = 4096
@@ -80,6 +81,9 @@ def outgoing(param: Tensor, codec: Codec, values: Mapping[str, Any]) -> dict[str
 
 def _out(param: Tensor, value: Tensor, group: int | None) -> Tensor:
     shape, stride = param.shape, param.stride()
+    if value.dtype == torch.int16:
+        value = value.reshape(-1).view(torch.int8).view(*value.shape, 2)
+        shape, stride = torch.Size((*shape, 2)), (*(2 * step for step in stride), 1)
     if group is not None:
         (rows, row), (local_rows, _) = _rows(param.shape), _rows(local(param).shape)
         run = _run(row, group)
@@ -103,7 +107,12 @@ def incoming(param: Tensor, codec: Codec, values: Mapping[str, Any], step: int) 
     groups = {plane.name: plane.group for plane in codec.planes if plane.group > 1}
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found[name] = value if name == STEP or not isinstance(value, Tensor) else _in(param, value, groups.get(name))
+        if name == STEP or not isinstance(value, Tensor):
+            found[name] = value
+            continue
+        value = _in(param, value, groups.get(name))
+        pairs = name == CORRECTION and value.dtype == torch.int8 and value.shape[-1:] == (2,) and value.dim() == param.dim() + 1
+        found[name] = value.reshape(-1).view(torch.int16).view(value.shape[:-1]) if pairs else value
     runs = [name for name in groups if isinstance(found.get(name), Tensor) and found[name].dim() == 2]
     if not runs:
         return found, False

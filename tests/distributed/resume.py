@@ -16,10 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flashoptim_hf import FlashAdamW, FlashLion, FlashSGD
@@ -155,8 +157,40 @@ class Accelerate(Plain):
         self.accelerator.load_state(str(folder / "accelerate"))
 
 
+class AccelerateFsdp2(Accelerate):
+    """Accelerate's own FSDP2: it swaps the parameters of an optimizer that exists, and saves through `torch.distributed.checkpoint`.
+
+    It offers that on accelerators only, so it is told that there is one; what it calls from there on works on a CPU too.
+    """
+
+    state_dict_type = "SHARDED_STATE_DICT"
+
+    def ready(self) -> None:
+        self.accelerator = fresh_accelerator()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False, state_dict_type=self.state_dict_type
+        )
+        state = self.accelerator.state
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        state.distributed_type = DistributedType.FSDP  # preparing sets it back
+        assert all(isinstance(p, DTensor) for p in self.model.parameters())
+
+
+class AccelerateFsdp2Full(AccelerateFsdp2):
+    """The same, with one file that rank 0 writes."""
+
+    state_dict_type = "FULL_STATE_DICT"
+
+
 MODES_OF_ONE = {"plain": Plain, "accelerate": Accelerate}
-MODES_OF_RANKS = {"ddp": Ddp, "fsdp2": Fsdp2, "accelerate": Accelerate}
+MODES_OF_RANKS = {
+    "ddp": Ddp,
+    "fsdp2": Fsdp2,
+    "accelerate": Accelerate,
+    "accelerate fsdp2": AccelerateFsdp2,
+    "accelerate fsdp2 full": AccelerateFsdp2Full,
+}
 
 
 def fresh_accelerator() -> Accelerator:
