@@ -3,13 +3,11 @@
     flashoptim-hf bench kernels --json kernels.json
 
 The kernel that runs is compiled for each architecture, and so is the AdamW kernel of flashoptim, where that package is installed. All
-counts are instructions of one thread over the elements that a thread works on.
+counts are instructions of one thread over the elements that a thread works on in one tile.
 
-instructions_per_param          What a program runs that has one full tile and nothing else: tables, scalars and addresses, and one trip
-                                through the loop, to the exit. The masked loop for the ragged end of a segment is not on that path.
-loop_instructions_per_param     One trip through the loop: what each further full tile costs. In long segments a parameter costs this plus
-                                an eighth of the difference.
-static_instructions_per_param   Everything in the binary, loops that a full tile never enters and padding included.
+instructions_per_param          Everything in the binary, padding and what a full tile never runs included.
+loop_instructions_per_param     One trip through the loop over tiles, with what the ragged end of a segment takes. In long segments a
+                                parameter costs this plus an eighth of the difference.
 special_pipe_per_param          Those of `instructions_per_param` that go through the special-function pipe: MUFU, I2F, F2I, FRND.
 min_access_bits                 The narrowest load or store of codes, parameters, gradients and corrections by one thread; the widest that
                                 there is has 128 bits.
@@ -55,7 +53,6 @@ DEVICE = "none: compiled for {}, not run"
 METRICS = (
     "instructions_per_param",
     "loop_instructions_per_param",
-    "static_instructions_per_param",
     "special_pipe_per_param",
     "min_access_bits",
     "registers",
@@ -184,10 +181,9 @@ def add_rows(report: Report, case: str, subject: str, binary: sass.Binary, eleme
     """
     loaded, stored = (elements * nbytes for nbytes in element_bytes)
     values = {
-        "instructions_per_param": len(binary.path) / elements,
+        "instructions_per_param": len(binary.instructions) / elements,
         "loop_instructions_per_param": len(binary.hot) / elements,
-        "static_instructions_per_param": len(binary.instructions) / elements,
-        "special_pipe_per_param": sass.special(binary.path) / elements,
+        "special_pipe_per_param": sass.special(binary.instructions) / elements,
         "min_access_bits": min(binary.narrowest("LDG", loaded), binary.narrowest("STG", stored)),
         "registers": binary.registers,
         "spill_bytes": binary.stack_bytes,
@@ -210,6 +206,7 @@ def compile_variant(variant: Variant, arch: int, *, scaled: bool = False, skippi
         "hyper_ptr": "*fp32:16",
         "blocks_ptr": "*i32:16",
         "block": "i32",
+        "scratch_ptr": "*u8:16",
         "inv_scale_ptr": "*fp32" if scaled else None,
         "skip_ptr": "*fp32" if skipping else None,
     }

@@ -79,12 +79,6 @@ class Binary:
         """One trip through the hot loop."""
         return self.instructions[self.hot_range.start : self.hot_range.stop]
 
-    @cached_property
-    def path(self) -> tuple[Instruction, ...]:
-        """What a program runs that has one full tile and nothing else: all from the entry to the first exit behind the hot loop."""
-        after = range(self.hot_range.stop, len(self.instructions))
-        return self.instructions[: next(i for i in after if self.instructions[i].opcode == "EXIT") + 1]
-
     def narrowest(self, opcode: str, nbytes: int) -> int:
         """Bits of the narrowest of the widest accesses that together move `nbytes`, in one trip through the hot loop.
 

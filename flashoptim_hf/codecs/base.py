@@ -92,15 +92,15 @@ class Codec(ABC):
 
     # Device forms. Both are Triton functions and work on one tile: ROWS groups, which begin at a multiple of ALIGN.
     #
-    #   device_decode(planes, first, limit, FULL, ROWS)                              -> tuple of fp32 [ROWS, group], one per state
-    #   device_encode(planes, values, first, limit, index, step, DITHER, FULL, ROWS)    stores
+    #   device_decode(planes, first, limit, ROWS)                              -> tuple of fp32 [ROWS, group], one per state
+    #   device_encode(planes, values, first, limit, index, step, DITHER, ROWS)    stores
     #
     # planes   tuple of pointers to the page's planes, in the order of `planes`
     # first    int64, the tile's first element in the page's planes, a multiple of ALIGN
-    # limit    int32, how many of the tile's elements exist; the others decode to zero and are not stored. Has no meaning where FULL
+    # limit    int32, how many of the tile's elements exist, or more. Groups from there on decode to anything and are not stored; what is
+    #          missing of the last group has weight and gradient 0, and places of its own in the planes
     # index    int64, position of the tile's first element in its parameter
     # step     int64, the parameter's step count
-    # FULL     compile time: every element exists, and all planes are aligned to 16 bytes
     #
     # `codecs/device.py` has what they are made of.
     device_decode: ClassVar[Any]

@@ -31,6 +31,9 @@ _LATTICE = tl.constexpr(
     + "}"
 )
 
+# a shift of 64 bits, whose upper half brings in the exponent of 1
+_FRACTION = tl.constexpr("shf.r.wrap.b32 $0, $1, 0x7F, 9;")
+
 
 @jit
 def exp2(x):  # type: ignore[no-untyped-def]
@@ -116,7 +119,11 @@ def dither(index, step, ELEMENT: tl.constexpr, TIME: tl.constexpr, ROWS: tl.cons
     """1 + d, fp32 [ROWS, GROUP], with d the dither of `base.weyl` in 23 of its 24 bits: all that fit below the exponent of 1."""
     start = index.to(tl.uint32) * ELEMENT + step.to(tl.uint32) * TIME
     w = start + offsets(ROWS, GROUP).to(tl.uint32) * ELEMENT
-    return ((w >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+    if PTX:
+        result = tl.inline_asm_elementwise(_FRACTION, "=f,r", [w], tl.float32, True, 1)
+    else:
+        result = ((w >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+    return result
 
 
 @jit
@@ -126,36 +133,32 @@ def offsets(ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped
 
 
 @jit
-def load(plane, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One entry per element of the tile that begins at element `first`, [ROWS, GROUP]; 0 for elements from `limit` on, unless FULL."""
-    at = offsets(ROWS, GROUP)
-    return tl.load(plane + first + at) if FULL else tl.load(plane + first + at, mask=at < limit, other=0)
+def load(plane, first, limit, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One entry per element of the tile that begins at element `first`, [ROWS, GROUP]; anything in groups from element `limit` on."""
+    return tl.load(plane + first + offsets(ROWS, GROUP), mask=_exists(limit, ROWS, GROUP))
 
 
 @jit
-def store(plane, value, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write one entry per element, those from `limit` on excepted, unless FULL."""
-    at = offsets(ROWS, GROUP)
-    if FULL:
-        tl.store(plane + first + at, value)
-    else:
-        tl.store(plane + first + at, value, mask=at < limit)
+def store(plane, value, first, limit, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write one entry per element, but for groups from element `limit` on."""
+    tl.store(plane + first + offsets(ROWS, GROUP), value, mask=_exists(limit, ROWS, GROUP))
 
 
 @jit
-def load_groups(plane, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One entry per group of the tile, [ROWS, 1]; 0 for groups that begin at `limit` or later, unless FULL."""
-    row = tl.arange(0, ROWS)[:, None]
-    at = plane + (first.to(tl.uint64) // GROUP).to(tl.int64) + row
-    return tl.load(at) if FULL else tl.load(at, mask=row * GROUP < limit, other=0)
+def load_groups(plane, first, limit, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One entry per group of the tile, [ROWS, 1]; anything for groups from element `limit` on."""
+    at = plane + (first.to(tl.uint64) // GROUP).to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    return tl.load(at, mask=_exists(limit, ROWS, GROUP))
 
 
 @jit
-def store_groups(plane, value, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write one entry per group, those that begin at `limit` or later excepted, unless FULL."""
-    row = tl.arange(0, ROWS)[:, None]
-    at = plane + (first.to(tl.uint64) // GROUP).to(tl.int64) + row
-    if FULL:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=row * GROUP < limit)
+def store_groups(plane, value, first, limit, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write one entry per group, but for those from element `limit` on."""
+    at = plane + (first.to(tl.uint64) // GROUP).to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    tl.store(at, value, mask=_exists(limit, ROWS, GROUP))
+
+
+@jit
+def _exists(limit, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which groups begin below `limit`, [ROWS, 1]: the same for all elements of a group, so that wide words stay wide."""
+    return tl.arange(0, ROWS)[:, None] * GROUP < limit

@@ -82,14 +82,14 @@ def bf16_scale(largest: Tensor, up: bool) -> Tensor:
 
 
 @jit
-def log_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def log_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`LogCodec.decode` for one tile; see `Codec.device_decode`."""
     mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr = planes
-    hi = device.load_groups(hi_ptr, first, limit, FULL, ROWS, _GROUP)
-    step = device.load_groups(step_ptr, first, limit, FULL, ROWS, _GROUP)
-    umax = device.load_groups(umax_ptr, first, limit, FULL, ROWS, _GROUP).to(tl.float32)
-    code = device.load(code_ptr, first, limit, FULL, ROWS, _GROUP)
-    mcode = device.load(mcode_ptr, first, limit, FULL, ROWS, _GROUP)
+    hi = device.load_groups(hi_ptr, first, limit, ROWS, _GROUP)
+    step = device.load_groups(step_ptr, first, limit, ROWS, _GROUP)
+    umax = device.load_groups(umax_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
+    code = device.load(code_ptr, first, limit, ROWS, _GROUP)
+    mcode = device.load(mcode_ptr, first, limit, ROWS, _GROUP)
     # a step of 0, as in planes that were never written, times the -inf of code 0 would be NaN
     r = device.exp2(device.lattice(code) * (tl.maximum(step, _MIN_STEP) * 64.0) + hi)
     m = device.int8_times(mcode, 1.0) * (umax * (1 / 127)) * r
@@ -97,7 +97,7 @@ def log_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  #
 
 
 @jit
-def log_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def log_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`LogCodec.encode` for one tile; see `Codec.device_encode`."""
     mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr = planes
     m, v = values
@@ -137,11 +137,11 @@ def log_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, 
         mb = tl.minimum(tl.maximum(u * inverse, -127.0), 127.0) + device.SIGNED_MAGIC
     code = b.to(tl.int32, bitcast=True).to(tl.uint8)
     mcode = mb.to(tl.int32, bitcast=True).to(tl.int8)
-    device.store(code_ptr, code, first, limit, FULL, ROWS, _GROUP)
-    device.store(mcode_ptr, mcode, first, limit, FULL, ROWS, _GROUP)
-    device.store_groups(hi_ptr, hi, first, limit, FULL, ROWS, _GROUP)
-    device.store_groups(step_ptr, step, first, limit, FULL, ROWS, _GROUP)
-    device.store_groups(umax_ptr, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), first, limit, FULL, ROWS, _GROUP)
+    device.store(code_ptr, code, first, limit, ROWS, _GROUP)
+    device.store(mcode_ptr, mcode, first, limit, ROWS, _GROUP)
+    device.store_groups(hi_ptr, hi, first, limit, ROWS, _GROUP)
+    device.store_groups(step_ptr, step, first, limit, ROWS, _GROUP)
+    device.store_groups(umax_ptr, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), first, limit, ROWS, _GROUP)
 
 
 class LogCodec(Codec):

@@ -15,19 +15,19 @@ _GROUP = tl.constexpr(ALIGN)
 
 
 @jit
-def none_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def none_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`NoneCodec.decode` for one tile; see `Codec.device_decode`."""
     values = ()
     for i in tl.static_range(len(planes)):
-        values = values + (device.load(planes[i], first, limit, FULL, ROWS, _GROUP),)  # type: ignore[assignment] # noqa: RUF005
+        values = values + (device.load(planes[i], first, limit, ROWS, _GROUP),)  # type: ignore[assignment] # noqa: RUF005
     return values
 
 
 @jit
-def none_encode(planes, values, first, limit, index, step, DITHER: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def none_encode(planes, values, first, limit, index, step, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """`NoneCodec.encode` for one tile; see `Codec.device_encode`."""
     for i in tl.static_range(len(planes)):
-        device.store(planes[i], values[i], first, limit, FULL, ROWS, _GROUP)
+        device.store(planes[i], values[i], first, limit, ROWS, _GROUP)
 
 
 class NoneCodec(Codec):

@@ -39,33 +39,33 @@ _GROUP, _LARGEST, _SMALLEST = (tl.constexpr(value) for value in (GROUP, LARGEST,
 
 
 @jit
-def softsign_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def softsign_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`SoftsignCodec.decode` for one tile; see `Codec.device_decode`."""
-    y = device.int8_times(device.load(planes[0], first, limit, FULL, ROWS, _GROUP), 1.0) * (1 / 127)
-    scale = device.load_groups(planes[len(planes) // 2], first, limit, FULL, ROWS, _GROUP).to(tl.float32)
+    y = device.int8_times(device.load(planes[0], first, limit, ROWS, _GROUP), 1.0) * (1 / 127)
+    scale = device.load_groups(planes[len(planes) // 2], first, limit, ROWS, _GROUP).to(tl.float32)
     m = y * device.reciprocal(2.0 - tl.abs(y)) * scale
     if len(planes) == 2:
         values = (m,)
     else:
-        code = device.uint8_to_float(device.load(planes[1], first, limit, FULL, ROWS, _GROUP))
-        r = code * (device.load_groups(planes[3], first, limit, FULL, ROWS, _GROUP).to(tl.float32) * (1 / 255))
+        code = device.uint8_to_float(device.load(planes[1], first, limit, ROWS, _GROUP))
+        r = code * (device.load_groups(planes[3], first, limit, ROWS, _GROUP).to(tl.float32) * (1 / 255))
         values = (tl.where(code > 0, m, 0.0), r * r)  # type: ignore[assignment]
     return values
 
 
 @jit
-def softsign_encode(planes, values, first, limit, index, step, DITHER: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def softsign_encode(planes, values, first, limit, index, step, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """`SoftsignCodec.encode` for one tile; see `Codec.device_encode`."""
     n, scale = _normalize_device(values[0])
     mcode = tl.floor(2.0 * n * device.reciprocal(1.0 + tl.abs(n)) * 127.0 + 0.5)
-    device.store_groups(planes[len(planes) // 2], scale, first, limit, FULL, ROWS, _GROUP)
+    device.store_groups(planes[len(planes) // 2], scale, first, limit, ROWS, _GROUP)
     if len(planes) == 4:
         n, scale = _normalize_device(device.sqrt(values[1]))
         code = tl.floor(n * 255.0 + 0.5)
         mcode = tl.where(code > 0, mcode, 0.0)
-        device.store(planes[1], code.to(tl.uint8), first, limit, FULL, ROWS, _GROUP)
-        device.store_groups(planes[3], scale, first, limit, FULL, ROWS, _GROUP)
-    device.store(planes[0], mcode.to(tl.int8), first, limit, FULL, ROWS, _GROUP)
+        device.store(planes[1], code.to(tl.uint8), first, limit, ROWS, _GROUP)
+        device.store_groups(planes[3], scale, first, limit, ROWS, _GROUP)
+    device.store(planes[0], mcode.to(tl.int8), first, limit, ROWS, _GROUP)
 
 
 @jit

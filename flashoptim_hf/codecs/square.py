@@ -56,15 +56,15 @@ _DITHER_BELOW = tl.constexpr(DITHER_BELOW**2)
 
 
 @jit
-def square_decode(planes, first, limit, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def square_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`SquareCodec.decode` for one tile; see `Codec.device_decode`."""
-    code = device.int8_times(device.load(planes[0], first, limit, FULL, ROWS, _GROUP), 1.0)
-    scale = device.load_groups(planes[1], first, limit, FULL, ROWS, _GROUP).to(tl.float32) * (1 / _SQUARE)
+    code = device.int8_times(device.load(planes[0], first, limit, ROWS, _GROUP), 1.0)
+    scale = device.load_groups(planes[1], first, limit, ROWS, _GROUP).to(tl.float32) * (1 / _SQUARE)
     return (code * tl.abs(code) * scale,)
 
 
 @jit
-def square_encode(planes, values, first, limit, index, step, DITHER: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def square_encode(planes, values, first, limit, index, step, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`SquareCodec.encode` for one tile; see `Codec.device_encode`."""
     x = values[0]
     size = tl.abs(x)
@@ -85,8 +85,8 @@ def square_encode(planes, values, first, limit, index, step, DITHER: tl.constexp
     # x's sign goes to y, and the sum leaves the nearest integer in the low bits
     y = tl.minimum(y, _LARGEST).to(tl.int32, bitcast=True) ^ (x.to(tl.int32, bitcast=True) & -2147483648)
     code = (y.to(tl.float32, bitcast=True) + device.SIGNED_MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
-    device.store(planes[0], code, first, limit, FULL, ROWS, _GROUP)
-    device.store_groups(planes[1], (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), first, limit, FULL, ROWS, _GROUP)
+    device.store(planes[0], code, first, limit, ROWS, _GROUP)
+    device.store_groups(planes[1], (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), first, limit, ROWS, _GROUP)
 
 
 class SquareCodec(Codec):

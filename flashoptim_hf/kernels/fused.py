@@ -1,9 +1,9 @@
 """The fused path: one generic Triton kernel, which takes rule and codec as compile-time functions, and the one place where it is launched.
 
 A page holds many segments of many parameters. One launch updates them all: the grid runs over *blocks* of one to TILES tiles of one
-segment, and each program looks up in tables which segment it works on, and where. Whole tiles of segments that lie on 16-byte boundaries
-are loaded and stored in the widest words; what is left of a segment, and segments that do not lie there, go through a second, masked loop
-over small tiles.
+segment, and each program looks up in tables which segment it works on, and where. Tiles are loaded and stored in the widest words. Weights
+and gradients of a tile that allows none, the ragged end of a segment or all of one that does not lie on 16-byte boundaries, are brought to
+scratch memory first, one by one, and from there take the same way: there is one body of code, and it knows no masks but for whole groups.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ NUM_WARPS = 1
 """One warp: its threads exchange data without a barrier, where a store wants another order than the arithmetic."""
 TILE = NUM_WARPS * 32 * 16
 """Elements of a whole tile: 16 for each thread, so that a thread's codes fill one 128-bit word and four threads hold a group of 64."""
-SMALL = NUM_WARPS * 64
-"""Elements of a masked tile."""
+LANES = NUM_WARPS * 32
+"""Elements that are brought to scratch memory at a time: one for each thread."""
 TILES = 8
 """Most tiles in a block: what a program looks up serves so many."""
 ENOUGH = 4096
 """Programs that fill any GPU; below that, blocks are made shorter."""
 ROW = 8
-"""Numbers in a segment's row: param, grad, start, numel, index, step, lr (a pointer), aligned."""
+"""Numbers in a segment's row: param, grad, start, numel, index, step, lr (a pointer), and how many elements a tile must have left in the
+segment to be moved in wide words: TILE, or more than there can be where the segment is not aligned."""
+NEVER = 2**31 - 1
 
 _FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -46,8 +48,9 @@ def page_kernel(  # type: ignore[no-untyped-def]
     correction_ptr,  # int8 or int16, one per element; in place; None where MASTER_BITS is 0
     segments_ptr,  # int64 [segments, ROW]
     hyper_ptr,  # fp32 [segments, NUM_HYPER]; the first is the learning rate, read through the row's pointer
-    blocks_ptr,  # int32 [programs, 2]: segment, and block within it
+    blocks_ptr,  # int32 [programs, 3]: segment, block within it, and slot of scratch memory
     block,  # elements in a block
+    scratch_ptr,  # uint8 [slots, bytes of TILE weights and TILE gradients]
     inv_scale_ptr,  # fp32 or None
     skip_ptr,  # one number or None; where it is not 0, nothing changes
     RULE: tl.constexpr,
@@ -60,16 +63,16 @@ def page_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     NUM_HYPER: tl.constexpr,
     TILE: tl.constexpr,
-    SMALL: tl.constexpr,
+    LANES: tl.constexpr,
     ROW: tl.constexpr,
 ):
     """One step of RULE for one block of one segment."""
     if skip_ptr is not None:  # noqa: SIM102
         if tl.load(skip_ptr) != 0:
             return
-    program = tl.program_id(0)
-    segment = tl.load(blocks_ptr + 2 * program)
-    begin = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * block
+    entry = blocks_ptr + 3 * tl.program_id(0)
+    segment = tl.load(entry)
+    begin = tl.load(entry + 1).to(tl.int64) * block
     row = segments_ptr + segment * ROW
     param_ptr = tl.load(row).to(tl.pointer_type(PARAM)) + begin
     grad_ptr = tl.load(row + 1).to(tl.pointer_type(GRAD)) + begin
@@ -77,7 +80,11 @@ def page_kernel(  # type: ignore[no-untyped-def]
     limit = tl.minimum(tl.load(row + 3) - begin, block).to(tl.int32)
     index = tl.load(row + 4) + begin
     step = tl.load(row + 5)
-    aligned = tl.load(row + 7).to(tl.int32)
+    wide = tl.load(row + 7).to(tl.int32)
+    slot_bytes: tl.constexpr = TILE * (PARAM.primitive_bitwidth + GRAD.primitive_bitwidth) // 8
+    scratch = scratch_ptr + tl.load(entry + 2).to(tl.int64) * slot_bytes
+    param_scratch = scratch.to(tl.pointer_type(PARAM))
+    grad_scratch = (scratch + TILE * PARAM.primitive_bitwidth // 8).to(tl.pointer_type(GRAD))
 
     hyper = (tl.load(tl.load(row + 6).to(tl.pointer_type(tl.float32))),)
     for i in tl.static_range(1, NUM_HYPER):
@@ -86,47 +93,48 @@ def page_kernel(  # type: ignore[no-untyped-def]
     if inv_scale_ptr is not None:
         scale = tl.load(inv_scale_ptr)
 
-    whole = limit // TILE * aligned * TILE
-    for tile in range(0, whole, TILE):
+    # one bit for each turn: a loop that is not counted is not unrolled either, and these rare ones must not take room
+    TURNS: tl.constexpr = (1 << (TILE // LANES)) - 1
+    for tile in range(0, limit, TILE):
         at = tl.multiple_of(device.opaque(tile), 64)
-        p = tl.multiple_of(param_ptr + at, 16)
-        g = tl.multiple_of(grad_ptr + at, 16)
-        weight, grad = _read(p, g, correction_ptr, first + at, TILE, scale, MASTER_BITS, True, TILE // GROUP, GROUP)
-        states, weight = RULE(DECODE(planes, first + at, TILE, True, TILE // GROUP), weight, grad, hyper)
-        _write(p, correction_ptr, weight, first + at, TILE, PARAM, MASTER_BITS, True, TILE // GROUP, GROUP)
-        ENCODE(planes, states, first + at, TILE, index + at, step, DITHER, True, TILE // GROUP)
-    for at in range(whole, limit, SMALL):
-        p = param_ptr + at
         left = limit - at
-        weight, grad = _read(p, grad_ptr + at, correction_ptr, first + at, left, scale, MASTER_BITS, False, SMALL // GROUP, GROUP)
-        states, weight = RULE(DECODE(planes, first + at, left, False, SMALL // GROUP), weight, grad, hyper)
-        _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, False, SMALL // GROUP, GROUP)
-        ENCODE(planes, states, first + at, left, index + at, step, DITHER, False, SMALL // GROUP)
+        p = tl.multiple_of(tl.where(left < wide, param_scratch, param_ptr + at), 16)
+        g = tl.multiple_of(tl.where(left < wide, grad_scratch, grad_ptr + at), 16)
+        if left < wide:
+            lane = tl.arange(0, LANES)
+            turns = device.opaque(TURNS)
+            while turns != 0:
+                tl.store(param_scratch + lane, tl.load(param_ptr + at + lane, mask=lane < left, other=0))
+                tl.store(grad_scratch + lane, tl.load(grad_ptr + at + lane, mask=lane < left, other=0))
+                lane += LANES
+                turns = turns >> 1
+            tl.debug_barrier()  # threads read what others wrote
+        grad = tl.load(g + device.offsets(TILE // GROUP, GROUP)).to(tl.float32)
+        if scale is not None:
+            grad = grad * scale
+        weight = _read(p, correction_ptr, first + at, left, MASTER_BITS, TILE // GROUP, GROUP)
+        states, weight = RULE(DECODE(planes, first + at, left, TILE // GROUP), weight, grad, hyper)
+        _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP)
+        ENCODE(planes, states, first + at, left, index + at, step, DITHER, TILE // GROUP)
+        if left < wide:
+            tl.debug_barrier()
+            lane = tl.arange(0, LANES)
+            turns = device.opaque(TURNS)
+            while turns != 0:
+                tl.store(param_ptr + at + lane, tl.load(param_scratch + lane), mask=lane < left)
+                lane += LANES
+                turns = turns >> 1
 
 
 @jit
-def _read(  # type: ignore[no-untyped-def]
-    param_ptr,
-    grad_ptr,
-    correction_ptr,
-    first,
-    limit,
-    scale,
-    MASTER_BITS: tl.constexpr,
-    FULL: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Master weights and scaled gradients of one tile, fp32 [ROWS, GROUP]."""
-    grad = device.load(grad_ptr, 0, limit, FULL, ROWS, GROUP).to(tl.float32)
-    if scale is not None:
-        grad = grad * scale
-    param = device.load(param_ptr, 0, limit, FULL, ROWS, GROUP)
+def _read(param_ptr, correction_ptr, first, limit, MASTER_BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Master weights of one tile, fp32 [ROWS, GROUP]."""
+    param = tl.load(param_ptr + device.offsets(ROWS, GROUP))
     if MASTER_BITS == 0:
         weight = param.to(tl.float32)
     else:
-        weight = weight_split.device_join(param, device.load(correction_ptr, first, limit, FULL, ROWS, GROUP))
-    return weight, grad
+        weight = weight_split.device_join(param, device.load(correction_ptr, first, limit, ROWS, GROUP))
+    return weight
 
 
 @jit
@@ -138,7 +146,6 @@ def _write(  # type: ignore[no-untyped-def]
     limit,
     PARAM: tl.constexpr,
     MASTER_BITS: tl.constexpr,
-    FULL: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -147,8 +154,8 @@ def _write(  # type: ignore[no-untyped-def]
         param = weight_split.round_to(weight, PARAM)
     else:
         param, correction = weight_split.device_split(weight, PARAM, MASTER_BITS)
-        device.store(correction_ptr, correction, first, limit, FULL, ROWS, GROUP)
-    device.store(param_ptr, param, 0, limit, FULL, ROWS, GROUP)
+        device.store(correction_ptr, correction, first, limit, ROWS, GROUP)
+    tl.store(param_ptr + device.offsets(ROWS, GROUP), param)
 
 
 @torch.no_grad()
@@ -188,7 +195,7 @@ def _launch(
         found = sorted({str(segments.params[i].dtype) for i in chosen})
         raise ConfigurationError(f"a page holds parameters of {', '.join(found)}; keep each dtype in pages of its own.")
     codes = tuple(planes[: len(fmt.codec.planes)])
-    tables = _Tables(segments, chosen, planes)
+    tables = _Tables(segments, chosen)
     if inv_scale is not None:
         inv_scale = inv_scale.float()
     if skip is not None and skip.dtype == torch.bool:
@@ -201,6 +208,7 @@ def _launch(
             tables.hyper,
             tables.blocks,
             tables.block,
+            tables.scratch,
             inv_scale,
             skip,
             **specialize(fmt, one[0].dtype, one[1].dtype),
@@ -220,9 +228,11 @@ def specialize(fmt: Format, param: torch.dtype, grad: torch.dtype) -> dict[str, 
         "GROUP": fmt.codec.group,
         "NUM_HYPER": len(fmt.rule.hyper),
         "TILE": TILE,
-        "SMALL": SMALL,
+        "LANES": LANES,
         "ROW": ROW,
         "num_warps": NUM_WARPS,
+        # where few registers are needed, NVIDIA's assembler for sm_100 aims at so few that it spills
+        **({"maxnreg": 168} if device.PTX.value and len(fmt.rule.states) < 2 else {}),
         **_triton.LAUNCH,
     }
 
@@ -233,16 +243,21 @@ class _Tables:
     Attributes:
         rows: int64 [segments, ROW].
         hyper: fp32 [segments, NUM_HYPER].
-        blocks: int32 [programs, 2].
+        blocks: int32 [programs, 3].
         block: elements in a block.
+        scratch: uint8, what the programs need that may not use wide words.
         programs: size of the grid.
     """
 
-    def __init__(self, segments: Segments, chosen: np.ndarray, planes: Sequence[Tensor]) -> None:
+    def __init__(self, segments: Segments, chosen: np.ndarray) -> None:
         where = segments.params[chosen[0]].device
         rows, hyper = segments.rows[chosen], segments.hyper[chosen].astype(np.float32, copy=False)
-        blocks, self.block = _blocks(tuple(rows[:, 3].tolist()))
+        aligned = ((rows[:, 0] | rows[:, 1]) % 16 == 0).tolist()
+        blocks, self.block, slots = _blocks(tuple(zip(rows[:, 3].tolist(), aligned, strict=True)))
+        rows[:, 7] = np.where(aligned, TILE, NEVER)
         self.programs = len(blocks)
+        bytes_of_one = segments.params[chosen[0]].element_size() + segments.grads[chosen[0]].element_size()
+        self.scratch = torch.empty(slots * TILE * bytes_of_one, dtype=torch.uint8, device=where)
         ends = np.cumsum([_round_up(array.nbytes) for array in (rows, hyper, blocks)]).tolist()
         sent = torch.empty(ends[2], dtype=torch.uint8, device=where)
         host = sent if where.type == "cpu" else _host_bytes(ends[2])
@@ -255,8 +270,6 @@ class _Tables:
             # kept until the launch, behind which the allocator reuses memory in order
             self._lr = {id(lr): lr.detach().to(where, torch.float32) for lr in chosen_lr}
             rows[:, 6] = [self._lr[id(lr)].data_ptr() for lr in chosen_lr]
-        aligned = all(plane.data_ptr() % 16 == 0 for plane in planes)
-        rows[:, 7] = aligned & ((rows[:, 0] | rows[:, 1]) % 16 == 0)
 
         parts = host.numpy()
         for array, start, end in zip((rows, hyper, blocks), (0, *ends), ends, strict=False):
@@ -281,16 +294,30 @@ def _round_up(nbytes: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _blocks(numels: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """(int32 [programs, 2]: every block of every segment, as (segment, block within it); elements in a block)."""
-    sizes = np.asarray(numels, dtype=np.int64)
+def _blocks(segments: tuple[tuple[int, bool], ...]) -> tuple[np.ndarray, int, int]:
+    """How segments are dealt out to programs.
+
+    Args:
+        segments: (elements, whether aligned) of each.
+
+    Returns:
+        (int32 [programs, 3]: every block of every segment, as (segment, block within it, slot of scratch memory); elements in a block;
+        slots). A block has a slot of its own where it holds a tile that may not be moved in wide words.
+    """
+    sizes = np.asarray([numel for numel, _ in segments], dtype=np.int64)
+    aligned = np.asarray([is_aligned for _, is_aligned in segments], dtype=bool)
     block = TILE
     while block < TILE * TILES and (-(-sizes // block)).sum() > ENOUGH:
         block *= 2
+    while (-(-sizes[~aligned] // block)).sum() > 4 * ENOUGH:  # bounds the scratch memory
+        block *= 2
     counts = -(-sizes // block)
-    segment = np.repeat(np.arange(len(numels)), counts)
+    segment = np.repeat(np.arange(len(segments)), counts)
     within = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([segment, within], 1).astype(np.int32), block
+    ragged = (within + 1 == counts[segment]) & (sizes[segment] % TILE != 0)
+    narrow = ragged | ~aligned[segment]
+    slot = np.where(narrow, np.cumsum(narrow) - 1, 0)
+    return np.stack([segment, within, slot], 1).astype(np.int32), block, int(narrow.sum())
 
 
 def _on(where: torch.device) -> AbstractContextManager[Any]:
@@ -298,4 +325,4 @@ def _on(where: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if where.type == "cpu" else torch.get_device_module(where).device(where)
 
 
-assert TILE % ALIGN == SMALL % ALIGN == 0  # a tile must begin where a group does
+assert TILE % ALIGN == 0  # a tile must begin where a group does

@@ -20,22 +20,22 @@ ROWS = 1 << 13
 @jit
 def _map(function: tl.constexpr, x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """out = function(x), or function(x, y) where y is given."""
-    x = device.load(x_ptr, 0, 0, True, ROWS, 64)
-    out = function(x) if y_ptr is None else function(x, device.load(y_ptr, 0, 0, True, ROWS, 64))
-    device.store(out_ptr, out, 0, 0, True, ROWS, 64)
+    x = device.load(x_ptr, 0, ROWS * 64, ROWS, 64)
+    out = function(x) if y_ptr is None else function(x, device.load(y_ptr, 0, ROWS * 64, ROWS, 64))
+    device.store(out_ptr, out, 0, ROWS * 64, ROWS, 64)
 
 
 @jit
 def _split(w_ptr, p_ptr, c_ptr, DTYPE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    p, c = weight_split.device_split(device.load(w_ptr, 0, 0, True, ROWS, 64), DTYPE, BITS)
-    device.store(p_ptr, p, 0, 0, True, ROWS, 64)
-    device.store(c_ptr, c, 0, 0, True, ROWS, 64)
+    p, c = weight_split.device_split(device.load(w_ptr, 0, ROWS * 64, ROWS, 64), DTYPE, BITS)
+    device.store(p_ptr, p, 0, ROWS * 64, ROWS, 64)
+    device.store(c_ptr, c, 0, ROWS * 64, ROWS, 64)
 
 
 @jit
 def _dither(out_ptr, index_ptr, step_ptr, ELEMENT: tl.constexpr, TIME: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     value = device.dither(tl.load(index_ptr), tl.load(step_ptr), ELEMENT, TIME, ROWS, 64)
-    device.store(out_ptr, value, 0, 0, True, ROWS, 64)
+    device.store(out_ptr, value, 0, ROWS * 64, ROWS, 64)
 
 
 def apply(function: object, x: Tensor, y: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

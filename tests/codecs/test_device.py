@@ -59,13 +59,15 @@ OPERATIONS = {
     "xor.b32": lambda a, b: a ^ b,
     "not.b32": lambda a: ~a & 0xFFFFFFFF,
     "add.u32": lambda a, b: (a + b) & 0xFFFFFFFF,
+    "shf.r.wrap.b32": lambda low, high, count: ((high << 32 | low) >> (count & 31)) & 0xFFFFFFFF,
     "fma.rn.f32": fma,
 }
 
 
-def run(program: str, word: int) -> list[int]:
-    """The outputs $0 to $3 of a program whose input $4 is `word`. A register that is read before it is written is an error."""
-    registers = {"$4": word}
+def run(program: str, word: int, outputs: int = 4) -> list[int]:
+    """The outputs $0, $1, ... of a program whose input, the number behind theirs, is `word`. No register is read before it is written."""
+    source = f"${outputs}"
+    registers = {source: word}
 
     def value(operand: str) -> int:
         if operand.startswith("0f"):
@@ -77,9 +79,9 @@ def run(program: str, word: int) -> list[int]:
         if name in ("", ".reg"):
             continue
         target, *sources = re.split(r",\s*", operands)
-        assert target != "$4"
+        assert target != source
         registers[target] = OPERATIONS[name](*map(value, sources))
-    return [registers[f"${i}"] for i in range(4)]
+    return [registers[f"${i}"] for i in range(outputs)]
 
 
 def words() -> list[int]:
@@ -102,6 +104,13 @@ def test_signed_bytes_become_floats() -> None:
     for word in words():
         values = [to_float(bits) for bits in run(device._SIGNED_BYTES.value, word)]
         assert values == [np.float32(257 * 128 + x) for x in struct.unpack("4b", word.to_bytes(4, "little"))]
+
+
+def test_the_upper_bits_of_a_word_become_a_fraction_above_1() -> None:
+    for word in (0, 511, 512, 0x7FFFFFFF, 0x80000000, 0xFFFFFE00, 0xFFFFFFFF, 2654435761):
+        (bits,) = run(device._FRACTION.value, word, outputs=1)
+        assert to_float(bits) == 1 + (word >> 9) * 2.0**-23
+    assert run(device._FRACTION.value.replace("0x7F", "0x7E"), 0, outputs=1) != run(device._FRACTION.value, 0, outputs=1)
 
 
 def test_a_signed_byte_times_15_bits_is_exact() -> None:

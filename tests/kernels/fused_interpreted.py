@@ -86,19 +86,21 @@ def page(
         ]
         if step <= warm:
             eager.update_page(made.planes, made.segments, made.fmt)
-    # what no segment covers is junk, and must neither be read into a group nor written
-    for plane, outside in zip(made.planes, uncovered(made), strict=True):
+    # what no segment covers is junk, and must neither be read into a group nor written; what a last group lacks is 0, and stays so
+    for plane, outside, missing in zip(made.planes, uncovered(made), uncovered(made, whole_groups=False), strict=True):
         plane.view(torch.uint8).view(len(plane), -1)[outside] = 0x5A
+        assert (plane[missing & ~outside] == 0).all()
     return made
 
 
-def uncovered(p: Page) -> list[Tensor]:
-    """For each plane, which of its entries belong to no element of any segment."""
+def uncovered(p: Page, whole_groups: bool = True) -> list[Tensor]:
+    """For each plane, which of its entries belong to no element of any segment, nor to the last group of one if `whole_groups`."""
     masks = []
     for group, plane in zip([*(plane.group for plane in p.fmt.codec.planes), 1], p.planes, strict=False):
         outside = torch.ones(len(plane), dtype=torch.bool)
         for s in p.segments:
-            outside[s.start // group : -(-(s.start + s.param.numel()) // group)] = False
+            numel = -(-s.param.numel() // p.fmt.codec.group) * p.fmt.codec.group if whole_groups else s.param.numel()
+            outside[s.start // group : -(-(s.start + numel) // group)] = False
         masks.append(outside)
     return masks
 
@@ -151,8 +153,8 @@ def assert_same_log_states(fast: Page, slow: Page) -> None:
 
 
 def assert_untouched(before: Page, after: Page) -> None:
-    """Everything in the planes outside the segments keeps every bit."""
-    for outside, old, new in zip(uncovered(before), before.planes, after.planes, strict=True):
+    """Everything in the planes outside the segments keeps every bit, the places that a last group lacks too."""
+    for outside, old, new in zip(uncovered(before, whole_groups=False), before.planes, after.planes, strict=True):
         assert outside.any()
         assert torch.equal(old[outside].view(torch.uint8), new[outside].view(torch.uint8))
 
@@ -190,7 +192,7 @@ def test_blocks_of_several_tiles_equal_eager(monkeypatch: pytest.MonkeyPatch) ->
     start = page((3 * fused.TILE - 1, 4 * fused.TILE, 4 * fused.TILE + 1), warm=1)
     monkeypatch.setattr(fused, "ENOUGH", 6)
     fused._blocks.cache_clear()
-    assert fused._blocks(tuple(len(p) for p in start.params))[1] == 4 * fused.TILE
+    assert fused._blocks(tuple((len(p), True) for p in start.params))[1] == 4 * fused.TILE
     fast, slow = both(start)
     assert_same_weights(fast, slow, start)
     assert_same_log_states(fast, slow)
@@ -360,13 +362,13 @@ def test_only_what_lies_on_16_bytes_takes_the_wide_path() -> None:
     start = page((512, 512, 512), dtype=FP32, bits=0, warm=0)
     start.segments[1].grad = torch.zeros(513)[1:]
     start.segments[2].param = torch.zeros(513)[1:]
-    for planes, expected in ((start.planes, [1, 0, 0]), ([*start.planes[:-1], torch.zeros(99, dtype=BF16)[1:]], [0, 0, 0])):
-        tables = fused._Tables(Segments.of(start.segments), np.arange(3), planes)
-        assert tables.rows.view(3, fused.ROW)[:, 7].tolist() == expected
+    tables = fused._Tables(Segments.of(start.segments), np.arange(3))
+    assert tables.rows.view(3, fused.ROW)[:, 7].tolist() == [fused.TILE, fused.NEVER, fused.NEVER]
+    assert tables.scratch.numel() == 2 * fused.TILE * (4 + 4)
 
 
 def test_unaligned_segments_are_updated_all_the_same() -> None:
-    """Gradients are often views into buckets: one element off a 16-byte boundary, the masked loop does the work of the whole one."""
+    """Gradients are often views into buckets: one element off a 16-byte boundary, they go through scratch memory."""
     start = page((512 + 65, 1024), dtype=FP32, bits=0)
     shifted = start.clone()
     for segment in shifted.segments:
@@ -456,11 +458,21 @@ def test_columns_are_the_same_as_a_list() -> None:
 
 
 def test_the_tables_name_every_block_once() -> None:
+    """The third column is a slot of scratch memory, one for each block with a tile that is ragged or not aligned."""
     tile = fused.TILE
-    table, block = fused._blocks((1, tile, tile + 1, 3 * tile))
+    table, block, slots = fused._blocks(((1, True), (tile, True), (tile + 1, True), (2 * tile, False)))
     assert block == tile
-    assert [tuple(row) for row in table] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
-    table, block = fused._blocks((1, tile * fused.TILES * fused.ENOUGH + 1))
+    assert [tuple(row) for row in table] == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 1), (3, 0, 2), (3, 1, 3)]
+    assert slots == 4
+    table, block, slots = fused._blocks(((1, True), (tile * fused.TILES * fused.ENOUGH + 1, True)))
     assert block == tile * fused.TILES
     assert len(table) == fused.ENOUGH + 2
-    assert tuple(table[-1]) == (1, fused.ENOUGH)
+    assert tuple(table[-1]) == (1, fused.ENOUGH, 1)
+    assert slots == 2
+
+
+def test_scratch_memory_is_bounded() -> None:
+    """However large a parameter is that does not lie on 16 bytes."""
+    table, block, slots = fused._blocks(((2**33, False), (2**33, True)))
+    assert slots <= 4 * fused.ENOUGH
+    assert (np.bincount(table[:, 0]) * block == 2**33).all()

@@ -24,8 +24,8 @@ def test_the_fused_kernel_equals_the_eager_path() -> None:
     assert "skipped" not in done.stdout
 
 
-# (instructions, of them on the special-function pipe) per parameter, for a program with one full tile on sm_90; AdamW takes 79 and 64
-LIMITS = {(torch.bfloat16, 24): (65, 2), (torch.float32, 0): (48, 2)}
+# (instructions, of them on the special-function pipe) per parameter; AdamW takes 85 and 67 on sm_90
+LIMITS = {(torch.bfloat16, 24): (68, 2), (torch.float32, 0): (52, 2)}
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets, so it compiles nothing")
@@ -44,9 +44,9 @@ def test_compiled_it_is_shorter_than_adamw(name: str, param: torch.dtype, bits: 
     loaded, stored = (elements * nbytes for nbytes in variant.element_bytes)
     assert min(binary.narrowest("LDG", loaded), binary.narrowest("STG", stored)) >= 64
     instructions, special = LIMITS[param, bits]
-    assert len(binary.path) / elements <= instructions
-    assert sass.special(binary.path) / elements <= special
-    assert not any(instruction.opcode == "RET" for instruction in binary.path)
+    assert len(binary.instructions) / elements <= instructions
+    assert sass.special(binary.instructions) / elements <= special
+    assert not any(instruction.opcode == "RET" for instruction in binary.instructions)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets, so it compiles nothing")
@@ -57,4 +57,4 @@ def test_without_states_it_compiles_too() -> None:
     variant = kernels.Variant(RULE.serving({"momentum": 0.0}), "square", torch.bfloat16, 24)
     binary = kernels.compile_variant(variant, 90)
     assert binary.stack_bytes == 0
-    assert len(binary.path) / 16 < 60
+    assert len(binary.instructions) / 16 < 60
