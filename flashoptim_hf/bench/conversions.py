@@ -67,7 +67,9 @@ def run(
     markdown: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the tables to this file.")] = None,
 ) -> None:
     """Every optimizer state into every other: what is lost, and whether training goes on with the same losses."""
-    check_outputs(json_file, markdown and markdown.with_suffix(".svg"))
+    check_outputs(json_file, None)
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
     chosen = items(algorithms)
     if not chosen or not set(chosen) <= set(CODECS):
         raise ConfigurationError(f"--algorithms {algorithms!r}: choose from {', '.join(CODECS)}.")

@@ -8,6 +8,8 @@
 
 Only tensors and plain numbers: it loads with `weights_only=True`, without this package. Where the state lay, and which kernel made it,
 is not in it. Saving copies the planes as they are: at most one extra copy of the quantized state, on the host, and no decoded tensor.
+
+docs/checkpoint-format.md is the page about it; states of other packages become this format in `convert.py`.
 """
 
 from __future__ import annotations
