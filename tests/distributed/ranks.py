@@ -200,6 +200,22 @@ def what_cannot_be_saved_fails_at_the_first_step(folder: Path) -> None:  # noqa:
 
 
 @check
+def what_cannot_be_gathered_fails_at_the_first_step(folder: Path) -> None:  # noqa: ARG001
+    def spoiled(param: DTensor, *rest: Any) -> dict[str, Any]:
+        values = original(param, *rest)
+        part = values["correction"]._local_tensor.reshape(-1).view(torch.int16).view(param._local_tensor.shape)
+        values["correction"] = DTensor.from_local(part, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+        return values
+
+    original = sharded.outgoing
+    sharded.outgoing = spoiled
+    try:
+        refused("cannot be saved and loaded", lambda: resume.Fsdp2(resume.CASES["adamw 32-bit masters"], seed=0).step(0))
+    finally:
+        sharded.outgoing = original
+
+
+@check
 def the_trainer_under_ddp(folder: Path) -> None:
     """Resumed equals uninterrupted; ranks stay identical; rank 0 alone saves; memory of the machine is said once."""
     said: list[str] = []
