@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -476,3 +478,44 @@ def test_scratch_memory_is_bounded() -> None:
     table, block, slots = fused._blocks(((2**33, False), (2**33, True)))
     assert slots <= 4 * fused.ENOUGH
     assert (np.bincount(table[:, 0]) * block == 2**33).all()
+
+
+def test_offsets_past_2_to_the_31() -> None:
+    """A segment that lies 2^32 elements into its page: address space, not memory, is what its planes take."""
+    fmt = Format(RULE, get_codec("log", RULE.states), 24)
+    groups = [*(plane.group for plane in fmt.codec.planes), 1]
+    dtypes = [*(plane.dtype for plane in fmt.codec.planes), torch.int8]
+    grad = torch.randn(700, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for start in (0, 2**32 + 10 * 64):
+        planes = [torch.empty((start + 1024) // group, dtype=dtype) for group, dtype in zip(groups, dtypes, strict=True)]
+        parts = [plane[start // group :].zero_() for group, plane in zip(groups, planes, strict=True)]
+        param = torch.linspace(-1, 1, 700).bfloat16()
+        fused.update_page(planes, [Segment(param, grad, start, 0, 1, hyper(1))], fmt)
+        found.append([param, *parts])
+    for near, far in zip(*found, strict=True):
+        assert near.any()
+        assert torch.equal(near, far)
+
+
+def test_the_launch_is_made_on_the_device_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which may be another."""
+    current: list[object] = []
+
+    class Module:
+        @staticmethod
+        @contextmanager
+        def device(where: torch.device) -> Iterator[None]:
+            current.append(where)
+            yield
+            current.clear()
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
+    with fused._on(torch.device("cuda", 1)):
+        assert current == [torch.device("cuda", 1)]
+
+    launched = []
+    monkeypatch.setattr(fused, "_on", lambda where: launched.append(where) or nullcontext())
+    start = page((64,))
+    fused.update_page(start.planes, start.segments, start.fmt)
+    assert launched == [start.params[0].device]
