@@ -56,6 +56,7 @@ class Engine:
         self._staging = Staging(self._mover, prefetch, self.evict, self._wait_for_home)
         self._reached: WeakKeyDictionary[Page, tuple[Tensor, ...]] = WeakKeyDictionary()
         self._in_place: set[Page] = set()
+        self._offered: list[Page] = []
         self._regrouped = False
         self._last_in_place: Event | None = None
         self._failed = False
@@ -79,11 +80,14 @@ class Engine:
             UnsupportedError: zero copy, and the device cannot reach their home.
         """
         staged = [page for page in pages if page.staged]
+        if staged == self._offered:
+            return
         self._residents.policy.offer({page: page.nbytes for page in staged}, {page: page.slot_bytes for page in staged})
         self._regrouped = True
         if self.zero_copy:
             for page in staged:
                 self._reach(page)
+        self._offered = staged
 
     def run(self, pages: Sequence[Page], update: Update) -> None:
         """Update every page, in order, and end the step. Pages may come from several stores.

@@ -18,8 +18,17 @@ logger = logging.get_logger(__name__)
 
 PREFIX = "optim_"
 
-_REPORTED = ("state_bytes", "host_bytes", "device_bytes", "staging_bytes", "page_in_bytes", "page_out_bytes", "skipped_steps")
-_DEVICE = ("device_bytes", "staging_bytes")
+_REPORTED = (
+    "state_bytes",
+    "host_bytes",
+    "device_bytes",
+    "staging_bytes",
+    "resident_bytes",
+    "page_in_bytes",
+    "page_out_bytes",
+    "skipped_steps",
+)
+_DEVICE = ("device_bytes", "staging_bytes", "resident_bytes")
 
 
 def flash_optimizer(optimizer: Any) -> Any | None:
@@ -37,8 +46,9 @@ def telemetry(optimizer: Any) -> dict[str, int]:
 
     Returns:
         `optim_state_bytes` (all planes), `optim_host_bytes` and `optim_device_bytes` (memory allocated for them), `optim_staging_bytes`
-        (device memory for pages in flight), `optim_page_in_bytes` and `optim_page_out_bytes` (moved by the last step), and
-        `optim_skipped_steps`. Device numbers are left out where there is no device. All are of this process alone.
+        (device memory for pages in flight), `optim_resident_bytes` (paged state that stays on the device), `optim_page_in_bytes` and
+        `optim_page_out_bytes` (moved by the last step), and `optim_skipped_steps`. Device numbers are left out where there is no device.
+        All are of this process alone.
     """
     optimizer = flash_optimizer(optimizer)
     if optimizer is None:
@@ -72,11 +82,15 @@ class FlashOptimCallback(TrainerCallback):
             processes.check(args)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Say what the optimizer state will take; refuse what `on_init_end` could not see (`optimizer_cls_and_kwargs`)."""
+        """Say what the optimizer state will take; refuse what `on_init_end` could not see (`optimizer_cls_and_kwargs`).
+
+        Raise `HostMemoryError` where the machine has no host memory for it.
+        """
         flash = flash_optimizer(kwargs.get("optimizer"))
         if flash is not None:
             processes.check(args)
             processes.announce(args, flash)
+            flash.check_host_memory()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._evaluating = False  # an evaluation that raised never reached on_evaluate

@@ -271,11 +271,26 @@ def test_a_smaller_share_sends_pages_home():
     world = World(SimulatedBackend(0), EQUAL, residency=FixedSet(1.0))
     step(world)
     world.engine._residents.policy.budget = 0.5
+    world.engine.offer([])
     world.engine.offer(world.store.pages)
     step(world)
     step(world)
     assert world.engine.resident_bytes == total(world) // 2
     assert torch.equal(content(world), after_steps(3))
+
+
+def test_offering_the_same_pages_again_disturbs_nothing():
+    """Which parameters have gradients may change at each step: slots are kept, and nobody waits."""
+    backend = SimulatedBackend(0)
+    world = World(backend, EQUAL, residency=FixedSet(0.25))
+    step(world)
+    slots, waits, plain = list(world.engine._staging.slots), [], backend.wait_host
+    backend.wait_host = lambda event: (waits.append(event), plain(event))
+    for _ in range(3):
+        world.engine.offer(world.store.pages)
+        step(world)
+    assert world.engine._staging.slots == slots
+    assert waits == []
 
 
 # ---------------------------------------------------------------------- too little memory

@@ -21,7 +21,7 @@ from flashoptim_hf.trainer.callbacks import telemetry
 MakeTrainer = Callable[..., Trainer]
 
 HOST = {"optim_state_bytes", "optim_host_bytes", "optim_page_in_bytes", "optim_page_out_bytes", "optim_skipped_steps"}
-DEVICE = {"optim_device_bytes", "optim_staging_bytes"}
+DEVICE = {"optim_device_bytes", "optim_staging_bytes", "optim_resident_bytes"}
 
 
 def keys_of(entry: dict[str, Any]) -> set[str]:

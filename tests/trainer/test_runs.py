@@ -57,6 +57,32 @@ def test_paged_through_a_device_equals_unpaged(make_trainer: Any, dtype: torch.d
         assert other == runs[0]
 
 
+PLACEMENTS = (
+    "device_budget_bytes=0.5",
+    "device_budget_bytes=auto",
+    "device_budget_bytes=4KiB",
+    "transport=zero_copy",
+    "transport=resident",
+)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_stays_on_the_device_does_not_show(make_trainer: Any, placement: str) -> None:
+    """Budgets and transports on the simulated device, with a save in the middle, equal plain memory; and they did what they say."""
+    runs = []
+    for optim, optim_args in (("flashoptim_adamw", None), ("flashoptim_paged_adamw", f"page_bytes=4KiB,simulate=5,{placement}")):
+        trainer = make_trainer(model(torch.bfloat16), optim=optim, optim_args=optim_args, save_strategy="steps", save_steps=5, **RUN)
+        trainer.train()
+        report = trainer.optimizer.optimizer.memory_report()
+        runs.append(everything(trainer))
+    assert runs[1] == runs[0]
+    assert report.page_in_bytes == report.page_out_bytes
+    assert (report.resident_bytes > 0) == ("zero_copy" not in placement)
+    assert (report.page_hits > 0) == (report.resident_bytes > 0)
+    entry = [entry for entry in trainer.state.log_history if "optim_resident_bytes" in entry][-1]
+    assert entry["optim_resident_bytes"] == report.resident_bytes
+
+
 def test_another_seed_is_another_run(make_trainer: Any) -> None:
     """The comparison above can fail."""
     runs = []
