@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,3 +58,23 @@ def test_differences() -> None:
 def test_a_rank_that_fails_is_an_error_with_what_it_said() -> None:
     with pytest.raises(UnsupportedError, match="'2-x' must be two numbers"):
         reshard.measure(["2-x"])
+
+
+def test_the_table_in_the_docs_is_the_measured_one() -> None:
+    root = Path(__file__).resolve().parents[2]
+    rows = json.loads((root / "benchmarks/results/reshard.json").read_text(encoding="utf-8"))["rows"]
+    table = {}
+    for line in (root / "docs/several-gpus.md").read_text(encoding="utf-8").split("shape | ")[1].split("\n\n")[0].splitlines():
+        shape, *cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        table[shape] = cells
+    columns = [shape.replace(" → ", "->") for shape in ("2 → 2", *next(iter(table.values())))]
+    measured: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        case, _, name = row["case"].partition("/")
+        shape = name.partition(" ")[2] + (" LoRA" if name.startswith("lora") else "")
+        measured.setdefault((shape, case), {})[row["metric"]] = row["value"]
+    assert {shape for shape, _ in measured} == set(list(table)[2:])
+    for (shape, case), values in measured.items():
+        text = f"{values['codes']:.0f} codes; v {values['v_steps']:.2f}, m {values['m_steps']:.2f}" if any(values.values()) else "exact"
+        assert table[shape][columns.index(case)] == text
+        assert max(values["v_steps"], values["m_steps"]) <= 1.001
