@@ -154,6 +154,9 @@ class FlashOptimizer(Optimizer):
             CheckpointError: the state does not fit; nothing has been changed.
         """
         checkpoint.load(self, state_dict)
+        # what held on to state that was replaced lets go of it
+        self._plan = None
+        self._layout.offer()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()

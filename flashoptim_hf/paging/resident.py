@@ -88,7 +88,10 @@ class Residents:
         """
         if page in self._slots:
             return self._slots[page]
-        if not self.wanted(page) or (self._cautious and not self.has_room(page.slot_bytes)):
+        if not self.wanted(page):
+            return None
+        if self._cautious and not self.has_room(page.slot_bytes):
+            self._refused = True  # asking the device is not free: once a step is enough
             return None
         leaving = self.policy.victims(page)
         if leaving and (not replacing or any(self._slots[other].begun for other in leaving)):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +187,20 @@ def test_saving_and_loading_take_no_device_memory_and_keep_pages() -> None:
     assert report.resident_bytes == resident
     assert report.page_in_bytes == report.state_bytes, "what was loaded has to come"
     assert backend.memory.peak <= peak
+
+
+def test_loading_nothing_frees_everything() -> None:
+    optimizer, params = trained(2, device_budget_bytes=1.0)
+    memory = weakref.ref(next(iter(optimizer._layout.pools.values())).store.pages[0])
+    state = optimizer.state_dict()
+    optimizer.load_state_dict({**state, "state": {}})
+    report = optimizer.memory_report()
+    assert report.resident_bytes == report.host_bytes == report.device_bytes - report.staging_bytes == 0
+    gc.collect()
+    assert memory() is None
+    gradients(params, 5)
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [1] * 4
 
 
 def test_evicting_gives_device_memory_back() -> None:
