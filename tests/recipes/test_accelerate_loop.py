@@ -63,7 +63,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: repr(raw(torch.load(path, weights_only=True))).encode() for path in files}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_interrupted_and_resumed_equals_uninterrupted(ranks: int, assets: Path, tmp_path: Path) -> None:
     """Eight or four micro batches an epoch, two a step: steps 3 and 7 lie in the middle of an epoch, where the run is cut at 3."""
     options = ["--gradient_accumulation_steps", "2", "--save_steps", "3", "--max_steps", "7"]
