@@ -48,25 +48,35 @@ def read(path: Path) -> dict[str, Any]:
         CheckpointError: names the file, and says whether it is damaged or needs a package.
     """
     try:
-        state = _load(path)
+        state = load(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        if "torchao" not in str(error):
-            said = (str(error) or type(error).__name__).splitlines()[0]
-            raise CheckpointError(
-                f"{path} cannot be read: {said}. It is damaged, was cut off, or is not what torch.save writes."
-            ) from error
-        try:
-            import torchao.optim  # noqa: F401  (its import allows its own classes to be loaded)
-        except ImportError:
-            raise CheckpointError(f"{path} holds tensors of torchao: install it to read them (pip install torchao).") from None
-        state = _load(path)
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read: {said}. It is damaged, was cut off, or is not what torch.save writes.") from error
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         keys = list(state)[:5] if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(f"{path} holds no optimizer's state dict (state and param_groups), but {keys}.")
     return state
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """What is in a file, on the CPU and mapped where that is possible, with `weights_only=True`; torchao's own tensors too.
+
+    Raises:
+        CheckpointError: it holds tensors of torchao, which is not installed. Damage raises what `torch.load` raises.
+    """
+    try:
+        return _mapped(path)
+    except pickle.UnpicklingError as error:
+        if "torchao" not in str(error):
+            raise
+        try:
+            import torchao.optim  # noqa: F401  (its import allows its own classes to be loaded)
+        except ImportError:
+            raise CheckpointError(f"{path} holds tensors of torchao: install it to read them (pip install torchao).") from None
+        return _mapped(path)
+
+
+def _mapped(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError):  # files of torch before 1.6, and tensors of other classes, cannot be mapped

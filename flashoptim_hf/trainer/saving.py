@@ -16,7 +16,6 @@ import inspect
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -265,9 +264,9 @@ def _load_on_the_host(trainer: Any, checkpoint: str) -> None:
 
     The file is mapped, so that the processes of a machine share its pages and nothing but the live state stays in memory.
     """
-    path = Path(checkpoint, OPTIMIZER_NAME)
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    trainer.optimizer.load_state_dict(state)
+    from ..optim import files
+
+    trainer.optimizer.load_state_dict(files.load(Path(checkpoint, OPTIMIZER_NAME)))
     trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
 
