@@ -79,6 +79,21 @@ def test_a_kernel_in_place_is_waited_for():
     assert not all(right(seed, True) for seed in range(40))
 
 
+def test_freed_memory_is_not_used_in_place_any_more():
+    """`free` waits for kernels that work on home, so whoever gets the memory next keeps what he writes there."""
+    for seed in range(30):
+        world = World(SimulatedBackend(seed), EQUAL, zero_copy=True)
+        for page in world.store.pages:
+            world.engine.finish(page, world.update(page, world.engine.begin(page)))
+        memory = [view for page in world.store.pages for view in page.views]
+        for block in world.blocks:
+            world.store.free(block)
+        for view in memory:
+            view.zero_()
+        world.backend.wait_host(None)
+        assert not any(view.any() for view in memory), f"seed {seed}"
+
+
 # ---------------------------------------------------------------------- bytes
 
 
@@ -267,16 +282,19 @@ def test_freed_state_takes_its_device_memory_with_it():
     assert backend.memory.now == world.engine.device_bytes
 
 
-def test_a_smaller_share_sends_pages_home():
-    world = World(SimulatedBackend(0), EQUAL, residency=FixedSet(1.0))
-    step(world)
-    world.engine._residents.policy.budget = 0.5
-    world.engine.offer([])
-    world.engine.offer(world.store.pages)
-    step(world)
-    step(world)
-    assert world.engine.resident_bytes == total(world) // 2
-    assert torch.equal(content(world), after_steps(3))
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_a_smaller_share_sends_pages_home(zero_copy):
+    """In the step itself, so that copies in and kernels in place wait for what is on its way home."""
+    for seed in range(30):
+        world = World(SimulatedBackend(seed), EQUAL, residency=FixedSet(1.0), zero_copy=zero_copy)
+        step(world)
+        world.engine._residents.policy.budget = 0.5
+        world.engine.offer([])
+        world.engine.offer(world.store.pages)
+        step(world)
+        step(world)
+        assert world.engine.resident_bytes == total(world) // 2
+        assert torch.equal(content(world), after_steps(3)), f"seed {seed}"
 
 
 def test_offering_the_same_pages_again_disturbs_nothing():
