@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .rule import Format, Segment, Segments
+from .rule import DTYPE_CODE, Format, Segment, Segments
 
 FUNCTIONS = MappingProxyType(
     {
@@ -55,6 +55,12 @@ def _load(path: Path, name: str) -> ctypes.CDLL:
     for entry in ("flashoptim_log2", "flashoptim_exp2") if name == "_cpu_adamw" else ():
         function = getattr(loaded, entry)
         function.argtypes, function.restype = [pointer, pointer, number, ctypes.c_int], None
+    if name == "_cpu_adamw":
+        loaded.flashoptim_too_large.argtypes = [pointer, number, ctypes.c_int, ctypes.c_int]
+        loaded.flashoptim_too_large.restype = ctypes.c_int
+        for entry in ("flashoptim_join", "flashoptim_split"):
+            function = getattr(loaded, entry)
+            function.argtypes, function.restype = [pointer, pointer, pointer, number, ctypes.c_int, ctypes.c_int], None
     return loaded
 
 
@@ -62,6 +68,25 @@ def supports(fmt: Format) -> bool:
     """Whether the compiled path has this algorithm and codec, and was built; the others take the eager path on a CPU."""
     key = (fmt.rule.name, fmt.codec.name)
     return key in FUNCTIONS and library(FUNCTIONS[key][0]) is not None
+
+
+def can_look_at(tensor: Tensor) -> bool:
+    """Whether `too_large` takes this tensor: the library was built, and it is contiguous and on the CPU, in bf16, fp16 or fp32."""
+    return tensor.dtype in DTYPE_CODE and tensor.is_contiguous() and tensor.device.type == "cpu" and library() is not None
+
+
+def too_large(tensors: Sequence[Tensor], *, isa: int | None = None) -> bool:
+    """Whether any element of any tensor is NaN, infinite or of magnitude 2^62 and above, at the speed of memory.
+
+    Args:
+        tensors: those that `can_look_at` admits.
+        isa: as in `update_page`.
+    """
+    loaded = library()
+    assert loaded is not None
+    spans = np.array([(x.data_ptr(), x.numel(), DTYPE_CODE[x.dtype]) for x in tensors], dtype=np.int64)
+    isa = loaded.flashoptim_isa() if isa is None else isa
+    return bool(loaded.flashoptim_too_large(spans.ctypes.data, len(tensors), torch.get_num_threads(), isa))
 
 
 @torch.no_grad()

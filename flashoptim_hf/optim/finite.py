@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import cpu
 from .layout import Layout, local
 from .work import StepPlan
 
@@ -121,6 +122,8 @@ class Guard:
 def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
     """A number below `LIMIT` exactly if the magnitude of every element of every tensor is; 0-dim, on `device`."""
     if device.type == "cpu":
+        if all(cpu.can_look_at(tensor) for tensor in tensors):
+            return torch.tensor(float("inf") if cpu.too_large(tensors) else 0.0)
         # sums are many times faster here than norms; a large one may also come from many elements, so then look closely
         total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).abs().amax()
         if bool(total < LIMIT):

@@ -199,6 +199,108 @@ def test_exp2_error_bound(isa):
     assert call("flashoptim_exp2", edges, isa)[:8] == pytest.approx([1, 2, 0.5, 1024, 2.0**-126, 0, 0, 0], rel=4e-7)
 
 
+EVERY_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def corrections(bits: int) -> list[int]:
+    """Every correction of 8 bits; of 16 bits those around 0, the limits, and where rounding changes, and some between."""
+    if bits == 24:
+        return list(range(-128, 128))
+    edges = [0, 64, 8191, 8192, 16383, 16384, 16385, 32766, 32767]
+    return sorted(
+        {sign * (edge + near) for edge in edges for near in (-1, 0, 1) for sign in (1, -1) if edge + near <= 32767} | {-32768, 12345}
+    )
+
+
+def joined(p: torch.Tensor, c: torch.Tensor, bits: int, isa: int) -> torch.Tensor:
+    w = torch.empty(p.shape)
+    LIBRARY.flashoptim_join(p.data_ptr(), c.data_ptr(), w.data_ptr(), p.numel(), bits, isa)
+    return w
+
+
+def split(w: torch.Tensor, bits: int, isa: int) -> tuple[torch.Tensor, torch.Tensor]:
+    p, c = torch.empty(w.shape, dtype=torch.bfloat16), torch.empty(w.shape, dtype=weight_split.CORRECTION_DTYPE[bits])
+    LIBRARY.flashoptim_split(w.data_ptr(), p.data_ptr(), c.data_ptr(), w.numel(), bits, isa)
+    return p, c
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bits", [24, 32])
+def test_every_weight_with_every_correction_joins_as_eager_and_splits_into_the_same(bits, isa):
+    # below 2^-118 weights may carry no correction here, and the eager product with a 16-bit correction underflows from 2^-109 on
+    p, carries = EVERY_BF16, EVERY_BF16.float().abs() >= 2.0**-100
+    finite, dtype = torch.isfinite(p), weight_split.CORRECTION_DTYPE[bits]
+    for value in corrections(bits):
+        c = torch.full(p.shape, value, dtype=dtype)
+        w, expected = joined(p, c, bits, isa), weight_split.join(p, c.clamp_min(-torch.iinfo(dtype).max))
+        assert torch.equal(w[finite & carries].view(torch.int32), expected[finite & carries].view(torch.int32))
+        assert torch.equal(w[~finite].isnan(), p[~finite].isnan())
+        assert torch.equal(w[torch.isinf(p)], p[torch.isinf(p)].float())
+        again, corrected = split(w, bits, isa)
+        assert torch.equal(again[finite].view(torch.int16), p[finite].view(torch.int16))
+        assert torch.equal(again.isnan(), p.isnan())
+        # what was joined comes back, or what the limits made of it
+        twice = joined(again, corrected, bits, isa)
+        assert torch.equal(twice[finite].view(torch.int32), w[finite].view(torch.int32))
+        assert torch.equal(corrected[finite & carries], weight_split.split(w, torch.bfloat16, bits)[1][finite & carries])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bits", [24, 32])
+def test_every_distance_from_a_weight_splits_as_eager(bits, isa):
+    """All 2^16 masters around even, odd and power-of-two weights of both signs, and a spread of exponents."""
+    low = torch.arange(2**16, dtype=torch.int32) - 2**15
+    for pattern in (0x3F80, 0x3F81, 0x3FFF, 0x4000, 0x40AB, 0x0C00, 0x0C01, 0x7E80, 0x7F00):
+        for sign in (0, -(2**31)):
+            w = (low + (pattern << 16) + sign).view(torch.float32)
+            p, c = split(w, bits, isa)
+            expected_p, expected_c = weight_split.split(w, torch.bfloat16, bits)
+            assert torch.equal(p.view(torch.int16), expected_p.view(torch.int16))
+            # below a power of two half a step is lost before the product, so that a correction next to a boundary may be the neighbour
+            off = (c.int() - expected_c.int()).abs()
+            assert off.max() <= 1
+            assert (off > 0).sum() <= (130 if pattern & 0x7F == 0 and bits == 24 else 1)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7FFF8001, 0x7F800001, -1, -(2**23) + 1])
+def test_no_nan_becomes_a_number(pattern, isa):
+    """Also where rounding the payload would carry into the sign."""
+    for dtype, bits in ((torch.bfloat16, 24), (torch.bfloat16, 0), (torch.float32, 0)):
+        p = torch.ones(256, dtype=dtype)
+        grad = torch.full((256,), pattern, dtype=torch.int32).view(torch.float32)
+        form = fmt(bits)
+        planes = [torch.zeros(plane.entries(256), dtype=plane.dtype) for plane in form.codec.planes] + [torch.zeros(256, dtype=torch.int8)]
+        hyper = (1e-3, *RULE.scalars({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}, 1))
+        cpu.update_page(planes if bits else planes[:-1], [Segment(p, grad, start=0, index=0, step=1, hyper=hyper)], form, isa=isa)
+        assert p.isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_too_large_sees_every_bad_element_and_no_other(dtype, isa):
+    nan, inf = float("nan"), float("inf")
+    largest = 65504.0 if dtype == torch.float16 else 2.0**62 * (1 - torch.finfo(dtype).eps / 2)
+    good = [torch.full((n,), sign * largest, dtype=dtype) for n, sign in ((1, 1), (1000, -1), (131072 + 7, 1), (0, 1))]
+    assert not cpu.too_large(good, isa=isa)
+    assert not cpu.too_large([torch.zeros(0, dtype=dtype)], isa=isa)
+    bad = [nan, -nan, inf, -inf] + ([] if dtype == torch.float16 else [2.0**62, -(2.0**62), 1e30])
+    for which, place in ((0, 0), (1, 0), (1, 517), (1, 999), (2, 131071), (2, 131072), (2, 131078)):
+        for value in bad:
+            old = good[which][place].clone()
+            good[which][place] = value
+            assert cpu.too_large(good, isa=isa)
+            good[which][place] = old
+    assert not cpu.too_large(good, isa=isa)
+
+
+def test_can_look_at():
+    assert cpu.can_look_at(torch.ones(3))
+    assert not cpu.can_look_at(torch.ones(3, dtype=torch.float64))
+    assert not cpu.can_look_at(torch.ones(4, 4)[:, 1])
+    assert not cpu.can_look_at(torch.ones(3, device="meta"))
+
+
 def test_asked_for_by_name():
     """By name it serves what it has and refuses the rest; "auto" takes the eager path for the rest."""
     none = Format(RULE, get_codec("none", RULE.states), 0)

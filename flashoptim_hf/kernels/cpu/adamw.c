@@ -56,6 +56,37 @@ typedef struct {
 void flashoptim_log2(const float *x, float *y, int64_t n, int isa) { PICK(isa, many_log2)(x, y, n); }
 void flashoptim_exp2(const float *x, float *y, int64_t n, int isa) { PICK(isa, many_exp2)(x, y, n); }
 
+/* n weights and corrections, n a multiple of 32, joined and split as the kernel does. For tests. */
+void flashoptim_join(const uint16_t *p, const void *c, float *w, int64_t n, int bits, int isa) { PICK(isa, many_join)(p, c, w, n, bits); }
+void flashoptim_split(const float *w, uint16_t *p, void *c, int64_t n, int bits, int isa) { PICK(isa, many_split)(w, p, c, n, bits); }
+
+/* A tensor to look at: address, number of elements, and type. */
+typedef struct { int64_t address, numel, type; } span;
+
+/* Elements that one task looks at: half a megabyte or less. */
+#define LOOK 131072
+static int64_t looks_of(const span *x) { return (x->numel + LOOK - 1) / LOOK; }
+
+/* Whether any element is NaN, infinite or of magnitude 2^62 and above (`LIMIT` in optim/finite.py). */
+int flashoptim_too_large(const span *spans, int64_t count, int threads, int isa) {
+    int64_t tasks = 0;
+    int found = 0;
+    for (int64_t s = 0; s < count; s++) tasks += looks_of(&spans[s]);
+    if (threads > tasks) threads = (int)(tasks ? tasks : 1);
+    #pragma omp parallel num_threads(threads) reduction(|:found)
+    {
+        int64_t s = 0, before = 0; /* tasks before span s; each thread walks on from where it was */
+        #pragma omp for schedule(static)
+        for (int64_t task = 0; task < tasks; task++) {
+            while (task >= before + looks_of(&spans[s])) before += looks_of(&spans[s++]);
+            const int64_t first = (task - before) * LOOK, rest = spans[s].numel - first;
+            const char *at = (const char *)(intptr_t)spans[s].address + first * (spans[s].type == FP32 ? 4 : 2);
+            found |= PICK(isa, too_large)(at, rest < LOOK ? rest : LOOK, (int)spans[s].type);
+        }
+    }
+    return found;
+}
+
 /* One step of every segment. `isa` as from flashoptim_isa, or lower to force a path. */
 void flashoptim_adamw_log(
     const segment *segments, const hyper *hypers, int64_t count, const planes *where, int master_bits, int dither, float inv_scale, int threads,
@@ -68,162 +99,34 @@ void flashoptim_adamw_log(
 
 #include "simd.h"
 #include "weights.h"
+#include "finite.h"
 
 static void NAME(many_log2)(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += W) NAME(save)(y + i, NAME(log2)(NAME(load)(x + i))); }
 static void NAME(many_exp2)(const float *x, float *y, int64_t n) { for (int64_t i = 0; i < n; i += W) NAME(save)(y + i, NAME(exp2)(NAME(load)(x + i))); }
 
-/* What a tile of groups carries from one pass to the next: registers would hold one group only, and a group's own chain of reductions and
- * divisions is too long to wait for. In passes over a tile the processor works on several groups at once. All of it stays in the L1 cache. */
-#define TILE 8
-typedef struct {
-    float m[TILE][GROUP];         /* the new m, then u = m / r̂ */
-    float log_r[TILE][GROUP];     /* log2 r, -2^100 for r = 0 */
-    float inverse_r[TILE][GROUP]; /* 1 / r, 0 for r = 0 */
-    float top[TILE], low[TILE];   /* largest log2 r, and largest -log2 r */
-    float hi[TILE], step[TILE], inverse_step[TILE], last[TILE], curve[TILE], u[TILE], scale[TILE];
-} NAME(tile);
-
-/* First pass over one group: decode, update, store the weight. `type`, `grad_type` and `bits` are constants wherever this is inlined: FP32
- * without corrections, or BF16. */
-OP void NAME(update)(
-    const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, NAME(tile) *t, int k, const int type,
-    const int grad_type, const int bits) {
-    const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
-    const float limit = bits == 24 ? 127 : 32767;
-    float *param = (float *)s->param + at;
-    uint16_t *param16 = (uint16_t *)s->param + at;
-    int8_t *c8 = (int8_t *)where->correction + element;
-    int16_t *c16 = (int16_t *)where->correction + element;
-
-    const float step = where->step[group], first = where->hi[group] - 255 * step;
-    const float umax = float_of((uint32_t)where->umax[group] << 16) / 127 * h->beta1;
-    const float rest1 = h->beta1_rest * how->inv_scale, rest2 = h->beta2_rest * how->inv_scale * how->inv_scale;
-    const float decay = 1 - h->lr * h->weight_decay, size = h->lr * h->rate;
-    V top = NAME(set)(-0x1p100f), low = NAME(set)(-0x1p100f);
-
-    #pragma GCC unroll 4
-    for (int j = 0; j < GROUP; j += W) {
-        V grad = grad_type == FP32 ? NAME(load)((const float *)s->grad + at + j)
-                                   : (V)(NAME(from_u16)((const uint16_t *)s->grad + at + j) << 16);
-        I p = type == FP32 ? (I)NAME(load)(param + j) : NAME(from_u16)(param16 + j) << 16;
-        V w = (V)p;
-        if (bits) {
-            V c = NAME(to_f)(bits == 24 ? NAME(from_i8)(c8 + j) : NAME(from_i16)(c16 + j));
-            w = NAME(join)(p, NAME(max)(c, NAME(set)(-limit)), limit);
-        }
-        V code = NAME(to_f)(NAME(from_u8)(where->v + element + j));
-        V r = NAME(keep)(NAME(ne0)(code), NAME(exp2)(code * step + first));
-        V m = NAME(to_f)(NAME(from_i8)(where->m + element + j)) * umax * r + grad * rest1;
-        /* at most the largest number: an infinite v would make inf * 0 below */
-        V v = NAME(min)(r * h->beta2 * r + grad * rest2 * grad, NAME(set)(0x1.fffffep127f));
-        M some = NAME(lt)(NAME(set)(0), v);
-        V inverse_r = NAME(keep)(some, NAME(rsqrt)(v)), denominator = v * inverse_r + h->eps;
-        V move = NAME(keep)(NAME(ne0)(denominator), m / denominator);
-        w = w * decay - size * move;
-        if (type == FP32) {
-            NAME(save)(param + j, w);
-        } else {
-            p = NAME(to_bf16)(w);
-            NAME(to_16)(param16 + j, p >> 16);
-            if (bits == 24) NAME(to_8)(c8 + j, NAME(correct)(w, p, limit));
-            if (bits == 32) NAME(to_16)(c16 + j, NAME(correct)(w, p, limit));
-        }
-        V log = NAME(log2)(v) * 0.5f, kept = NAME(pick)(some, log, NAME(set)(-0x1p100f));
-        top = NAME(max)(top, kept);
-        low = NAME(max)(low, NAME(pick)(some, -log, NAME(set)(-0x1p100f)));
-        NAME(save)(t->m[k] + j, m);
-        NAME(save)(t->inverse_r[k] + j, inverse_r);
-        NAME(save)(t->log_r[k] + j, kept);
-    }
-    t->top[k] = NAME(largest)(top);
-    t->low[k] = NAME(largest)(low);
-}
-
-/* hi and step of every group on their grids (`group_constants` in codecs/log.py), and what the second pass needs of them. */
-OP void NAME(lattice)(NAME(tile) *t) {
-    for (int k = 0; k < TILE; k++) {
-        float hi = t->top[k] < -1000 ? 0 : NEAREST(t->top[k] * 0x1p16f) * 0x1p-16f;
-        hi = hi > 64 - 0x1p-10f ? 64 - 0x1p-10f : hi;
-        float lo = -t->low[k] < hi ? -t->low[k] : hi;
-        lo = lo < hi - 24 ? hi - 24 : lo;
-        float step = __builtin_ceilf((hi - lo) * (float)(0x1p22 / 254) - 0.25f) * 0x1p-22f;
-        step = step < 0x1p-8f ? 0x1p-8f : step;
-        t->hi[k] = hi;
-        t->step[k] = step;
-        t->inverse_step[k] = 1 / step;
-        t->last[k] = 255 * step - hi;
-        t->curve[k] = 0.69314718f * step * 0x1p24f;
+static void NAME(many_join)(const uint16_t *p, const void *c, float *w, int64_t n, int bits) {
+    for (int64_t i = 0; i < n; i += 32) {
+        V x[32 / W];
+        if (bits == 24) NAME(read32)(p + i, (const int8_t *)c + i, BF16, 24, x);
+        else NAME(read32)(p + i, (const int16_t *)c + i, BF16, 32, x);
+        for (int j = 0; j < 32; j += W) NAME(save)(w + i + j, x[j / W]);
     }
 }
 
-/* Second pass: log2 r to codes, and m to u = m / r̂. */
-OP void NAME(encode_v)(const segment *s, const planes *where, int64_t g, NAME(tile) *t, int k, const int dither) {
-    const int64_t at = g * GROUP, element = s->start + at;
-    const float hi = t->hi[k], step = t->step[k], inverse = t->inverse_step[k];
-    /* the threshold x - ln2 step x (1 - x), in units of 2^-24 as the dither is */
-    const float curve = t->curve[k], slope = 0x1p24f - curve;
-    const uint32_t start = (uint32_t)(s->index + at) * 2654435761u + (uint32_t)s->step * 2654435769u;
-    /* where codes are clamped, what decodes may be far from r */
-    const int clamped = -t->low[k] < hi - 24 || t->top[k] > hi + 0x1p-10f;
-    V largest = NAME(set)(0);
-    #pragma GCC unroll 4
-    for (int j = 0; j < GROUP; j += W) {
-        V log_r = NAME(load)(t->log_r[k] + j);
-        V c = NAME(max)(255 - (hi - log_r) * inverse, NAME(set)(1)), code;
-        if (dither) {
-            code = NAME(floor)(c);
-            V x = c - code;
-            M up = NAME(lt)(NAME(weyl)(start + (uint32_t)j * 2654435761u, 2654435761u), x * (curve * x + slope));
-            code = code + NAME(keep)(up, NAME(set)(1));
-        } else {
-            code = NAME(nearest)(c);
-        }
-        code = NAME(keep)(NAME(lt)(NAME(set)(-0x1p99f), log_r), NAME(min)(code, NAME(set)(255)));
-        NAME(to_8)(where->v + element + j, NAME(to_i)(code));
-        /* m / r̂; r̂ is r times 2^((code - c) step), whose exponent is small */
-        V per_r = NAME(load)(t->inverse_r[k] + j) * NAME(exp2_small)((c - code) * step);
-        if (clamped) per_r = NAME(exp2)(t->last[k] - code * step);
-        V u = NAME(keep)(NAME(ne0)(code), NAME(load)(t->m[k] + j) * per_r);
-        NAME(save)(t->m[k] + j, u);
-        largest = NAME(max)(largest, (V)((I)u & 0x7FFFFFFF));
-    }
-    t->u[k] = NAME(largest)(largest);
-}
-
-/* Third pass: u to codes. */
-OP void NAME(encode_m)(const segment *s, const planes *where, int64_t g, const NAME(tile) *t, int k, const int dither) {
-    const int64_t at = g * GROUP, element = s->start + at;
-    const float scale = t->scale[k];
-    const uint32_t start = (uint32_t)(s->index + at) * 2246822519u + (uint32_t)s->step * 1779033703u;
-    #pragma GCC unroll 4
-    for (int j = 0; j < GROUP; j += W) {
-        V x = NAME(load)(t->m[k] + j) * scale;
-        x = dither ? NAME(floor)(x + NAME(weyl)(start + (uint32_t)j * 2246822519u, 2246822519u) * 0x1p-24f) : NAME(nearest)(x);
-        NAME(to_8)(where->m + element + j, NAME(to_i)(NAME(min)(NAME(max)(x, NAME(set)(-127)), NAME(set)(127))));
+static void NAME(many_split)(const float *w, uint16_t *p, void *c, int64_t n, int bits) {
+    for (int64_t i = 0; i < n; i += 32) {
+        V x[32 / W];
+        for (int j = 0; j < 32; j += W) x[j / W] = NAME(load)(w + i + j);
+        if (bits == 24) NAME(write32)(p + i, (int8_t *)c + i, BF16, 24, x);
+        else NAME(write32)(p + i, (int16_t *)c + i, BF16, 32, x);
     }
 }
 
-/* `count` <= TILE groups from `g` on. */
-OP void NAME(groups)(
-    const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, int count, const int type, const int grad_type,
-    const int bits, const int dither) {
-    NAME(tile) t;
-    const int64_t group = s->start / GROUP + g;
-    for (int k = 0; k < count; k++) NAME(update)(s, h, where, how, g + k, &t, k, type, grad_type, bits);
-    for (int k = count; k < TILE; k++) t.top[k] = t.low[k] = t.u[k] = 0;
-    NAME(lattice)(&t);
-    for (int k = 0; k < count; k++) NAME(encode_v)(s, where, g + k, &t, k, dither);
-    uint32_t stored[TILE];
-    for (int k = 0; k < TILE; k++) {
-        float u = t.u[k] < 0x1p-100f ? 0x1p-100f : t.u[k] > 0x1.FEp127f ? 0x1.FEp127f : t.u[k];
-        stored[k] = (bits_of(u) + (dither ? 0xFFF0 : 0x8000)) & 0xFFFF0000;
-        t.scale[k] = 127 / float_of(stored[k]);
-    }
-    for (int k = 0; k < count; k++) NAME(encode_m)(s, where, g + k, &t, k, dither);
-    memcpy(where->hi + group, t.hi, (size_t)count * 4);
-    memcpy(where->step + group, t.step, (size_t)count * 4);
-    for (int k = 0; k < count; k++) where->umax[group + k] = (uint16_t)(stored[k] >> 16);
-}
+#if ISA == 2
+#include "adamw_wide.h"
+#else
+#include "adamw_any.h"
+#endif
 
 /* A group of n elements of any types, by way of a full group of fp32 masters on the stack. */
 static __attribute__((noinline)) void NAME(any_group)(

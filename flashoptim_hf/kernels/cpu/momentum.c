@@ -88,39 +88,23 @@ OP void NAME(group)(
     const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, const int type, const int grad_type, const int bits,
     const int lion) {
     const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
-    const float limit = bits == 24 ? 127 : 32767;
-    float *param = (float *)s->param + at;
-    uint16_t *param16 = (uint16_t *)s->param + at;
-    int8_t *c8 = (int8_t *)where->correction + element;
-    int16_t *c16 = (int16_t *)where->correction + element;
+    const int width = type == FP32 ? 4 : 2, grad_width = grad_type == FP32 ? 4 : 2;
+    char *param = (char *)s->param + at * width, *correction = (char *)where->correction + element * (bits / 8 - 2);
     const float unit = float_of((uint32_t)where->scale[group] << 16) / 16129;
-    V m[GROUP / W], top = NAME(set)(0);
+    V m[GROUP / W], w[GROUP / W], grads[GROUP / W], top = NAME(set)(0);
+    NAME(read_grad32)((const char *)s->grad + at * grad_width, grad_type, type, grads);
+    NAME(read32)(param, correction, type, bits, w);
 
     #pragma GCC unroll 8
     for (int j = 0; j < GROUP; j += W) {
-        V grad = grad_type == FP32 ? NAME(load)((const float *)s->grad + at + j)
-                                   : (V)(NAME(from_u16)((const uint16_t *)s->grad + at + j) << 16);
-        I p = type == FP32 ? (I)NAME(load)(param + j) : NAME(from_u16)(param16 + j) << 16;
-        V w = (V)p;
-        if (bits) {
-            V c = NAME(to_f)(bits == 24 ? NAME(from_i8)(c8 + j) : NAME(from_i16)(c16 + j));
-            w = NAME(join)(p, NAME(max)(c, NAME(set)(-limit)), limit);
-        }
         V code = NAME(to_f)(NAME(from_i8)(where->code + element + j));
         V x = code * (V)((I)code & 0x7FFFFFFF) * unit;
-        grad = grad * how->inv_scale;
-        x = lion ? NAME(lion)(x, &w, grad, h) : NAME(sgd)(x, &w, grad, h);
-        if (type == FP32) {
-            NAME(save)(param + j, w);
-        } else {
-            p = NAME(to_bf16)(w);
-            NAME(to_16)(param16 + j, p >> 16);
-            if (bits == 24) NAME(to_8)(c8 + j, NAME(correct)(w, p, limit));
-            if (bits == 32) NAME(to_16)(c16 + j, NAME(correct)(w, p, limit));
-        }
+        const V grad = grads[j / W] * how->inv_scale;
+        x = lion ? NAME(lion)(x, &w[j / W], grad, h) : NAME(sgd)(x, &w[j / W], grad, h);
         m[j / W] = x;
         top = NAME(max)(top, (V)((I)x & 0x7FFFFFFF));
     }
+    NAME(write32)(param, correction, type, bits, w);
 
     /* the scale, to the nearest bf16 number, ties up: `bf16_scale` in codecs/log.py */
     float largest = NAME(largest)(top);

@@ -127,20 +127,29 @@ OP float NAME(largest)(V x) {
 }
 #endif
 
+#if ISA == 2
+/* For log2 of a mantissa in [1, 2): its upper four bits choose a centre, in each a 16th; 1 / centre, and log2 of the centre as it then is. */
+static const float LOG_INVERSE[16] = {
+    0x1.f07c20p-1f, 0x1.d41d42p-1f, 0x1.bacf92p-1f, 0x1.a41a42p-1f, 0x1.8f9c18p-1f, 0x1.7d05f4p-1f, 0x1.6c16c2p-1f, 0x1.5c9882p-1f,
+    0x1.4e5e0ap-1f, 0x1.414142p-1f, 0x1.3521d0p-1f, 0x1.29e412p-1f, 0x1.1f7048p-1f, 0x1.15b1e6p-1f, 0x1.0c9714p-1f, 0x1.041042p-1f};
+static const float LOG_CENTRE[16] = {
+    0x1.6bad20p-5f, 0x1.08c588p-3f, 0x1.acf5dep-3f, 0x1.24407ap-2f, 0x1.6e2220p-2f, 0x1.b47ec0p-2f, 0x1.f7a854p-2f, 0x1.1bf314p-1f,
+    0x1.3abb40p-1f, 0x1.584820p-1f, 0x1.74b1fcp-1f, 0x1.900e62p-1f, 0x1.aa708ep-1f, 0x1.c3e9cap-1f, 0x1.dc899ep-1f, 0x1.f45e06p-1f};
+/* log2(1 + t) / t for |t| <= 1/33, error 6e-8 with the product */
+#define LOG_1 0x1.715474p+0f
+#define LOG_2 -0x1.717872p-1f
+#define LOG_3 0x1.ecd2ecp-2f
+#endif
+
 /* log2 of finite x > 0, subnormal or not, |error| <= 2e-7 beside the rounding of the result: the exponent, and a polynomial in the mantissa,
- * which is brought to [3/4, 3/2) or [sqrt(1/2), sqrt(2)). */
+ * which is brought near to 1 by a table, or to [sqrt(1/2), sqrt(2)). */
 OP V NAME(log2)(V x) {
 #if ISA == 2
-    /* the hardware splits off the exponent, subnormal or not; log2 0 is -inf */
-    V t = (V)_mm512_getmant_ps((__m512)x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src) - 1.0f;
-    V e = (V)_mm512_getexp_ps((__m512)x) + NAME(keep)(NAME(lt)(t, NAME(set)(0)), NAME(set)(1));
-    V p = -0x1.89e33cp-4f * t + 0x1.a20d84p-3f;
-    p = p * t - 0x1.00aaf8p-2f;
-    p = p * t + 0x1.29090cp-2f;
-    p = p * t - 0x1.70fbbcp-2f;
-    p = p * t + 0x1.ec634ap-2f;
-    p = p * t - 0x1.7154e0p-1f;
-    p = p * t + 0x1.71547ap+0f;
+    __m512 mantissa = _mm512_getmant_ps((__m512)x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+    __m512i at = _mm512_srli_epi32(_mm512_castps_si512(mantissa), 19); /* permutations take the lowest four bits */
+    V t = (V)(mantissa * _mm512_permutexvar_ps(at, _mm512_loadu_ps(LOG_INVERSE)) - 1.0f);
+    V p = (LOG_3 * t + LOG_2) * t + LOG_1;
+    return (p * t + (V)_mm512_permutexvar_ps(at, _mm512_loadu_ps(LOG_CENTRE))) + (V)_mm512_getexp_ps((__m512)x);
 #else
     M tiny = NAME(lt)(x, NAME(set)(0x1p-126f));
     x = NAME(pick)(tiny, x * 0x1p24f, x);
@@ -154,8 +163,8 @@ OP V NAME(log2)(V x) {
     p = p * t + 0x1.ec775ap-2f;
     p = p * t - 0x1.715526p-1f;
     p = p * t + 0x1.715474p+0f;
-#endif
     return p * t + e;
+#endif
 }
 
 /* 2^x, relative error <= 4e-7 for x in [-126, 127.49]; below, the result is as small or 0. */

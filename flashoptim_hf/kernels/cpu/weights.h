@@ -1,4 +1,7 @@
 /* Weights, corrections and gradients in vectors: included by an algorithm's body after simd.h, once for each instruction set. */
+#if ISA == 2
+#include "wide.h"
+#endif
 
 /* bf16 bits in the upper half, and corrections, to fp32 masters: p + c u + (c / L) u with u = half an ulp / (L + 1), rounded once, as in
  * codecs/weight_split.py. In the integer view of fp32 the 2^16 patterns around a bf16 number are evenly spaced on both sides of a power of
@@ -65,3 +68,53 @@ OP void NAME(write_any)(const segment *s, void *corrections, int bits, int64_t a
     }
 }
 
+/* 32 weights and gradients at an address to fp32 masters, and back. `type` and `bits` are constants: FP32 without corrections, or BF16. */
+OP void NAME(read32)(const void *param, const void *correction, const int type, const int bits, V *w) {
+#if ISA == 2
+    const two x = wide_load(wide_hidden(), param, correction, type, bits);
+    w[0] = (V)x.a;
+    w[1] = (V)x.b;
+#else
+    const float limit = bits == 24 ? 127 : 32767;
+    #pragma GCC unroll 8
+    for (int j = 0; j < 32; j += W) {
+        const I p = type == FP32 ? (I)NAME(load)((const float *)param + j) : NAME(from_u16)((const uint16_t *)param + j) << 16;
+        w[j / W] = (V)p;
+        if (!bits) continue;
+        const V c = NAME(to_f)(bits == 24 ? NAME(from_i8)((const int8_t *)correction + j) : NAME(from_i16)((const int16_t *)correction + j));
+        w[j / W] = NAME(join)(p, NAME(max)(c, NAME(set)(-limit)), limit);
+    }
+#endif
+}
+
+OP void NAME(write32)(void *param, void *correction, const int type, const int bits, const V *w) {
+#if ISA == 2
+    wide_save(wide_hidden(), (two){(__m512)w[0], (__m512)w[1]}, param, correction, type, bits);
+#else
+    const float limit = bits == 24 ? 127 : 32767;
+    #pragma GCC unroll 8
+    for (int j = 0; j < 32; j += W) {
+        if (type == FP32) {
+            NAME(save)((float *)param + j, w[j / W]);
+            continue;
+        }
+        const I p = NAME(to_bf16)(w[j / W]);
+        NAME(to_16)((uint16_t *)param + j, p >> 16);
+        if (bits == 24) NAME(to_8)((int8_t *)correction + j, NAME(correct)(w[j / W], p, limit));
+        if (bits == 32) NAME(to_16)((int16_t *)correction + j, NAME(correct)(w[j / W], p, limit));
+    }
+#endif
+}
+
+OP void NAME(read_grad32)(const void *grad, const int grad_type, const int type, V *g) {
+#if ISA == 2
+    const two x = wide_load_grad(grad, grad_type, type);
+    g[0] = (V)x.a;
+    g[1] = (V)x.b;
+#else
+    (void)type;
+    #pragma GCC unroll 8
+    for (int j = 0; j < 32; j += W)
+        g[j / W] = grad_type == FP32 ? NAME(load)((const float *)grad + j) : (V)(NAME(from_u16)((const uint16_t *)grad + j) << 16);
+#endif
+}
