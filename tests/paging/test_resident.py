@@ -182,6 +182,16 @@ def test_auto_takes_what_is_free_after_the_first_step_less_a_reserve():
     assert activations.numel()
 
 
+def test_slots_that_nobody_needs_any_more_go_before_pages_come():
+    backend = SimulatedBackend(0)
+    world = World(backend, EQUAL, residency=FixedSet("auto"))
+    step(world)
+    assert world.engine.staging_bytes == backend.memory.now == 3 * world.store.pages[0].slot_bytes
+    step(world)
+    assert world.engine.staging_bytes == 0
+    assert backend.memory.now == backend.memory.peak == len(EQUAL) * world.store.pages[0].slot_bytes
+
+
 # ---------------------------------------------------------------------- home
 
 
