@@ -161,8 +161,6 @@ class Layout:
             for place, (param, block) in enumerate(zip(members, blocks, strict=True)):
                 self._enter(param, Record(pool, block, local(param).shape, counter, place))
                 changed.append(param)
-        if changed:
-            self.offer()  # also lets go of pages that are no longer there
         return changed
 
     def check_host(self, wanted: dict[PoolKey, list[Tensor]], *, together: bool = False) -> None:
