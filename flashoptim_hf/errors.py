@@ -27,5 +27,9 @@ class HostMemoryError(FlashOptimError, MemoryError):
     """Host memory for the optimizer state cannot be had."""
 
 
+class OffloadError(FlashOptimError, OSError):
+    """Files for the optimizer state cannot be had in `offload_dir`: the disk is full, or the folder is not there."""
+
+
 class DeviceMemoryError(FlashOptimError, RuntimeError):
     """Device memory for the least that an update needs cannot be had."""

@@ -99,6 +99,8 @@ class FlashAdamW(FlashOptimizer):
         page_bytes: int | str = "32MiB",
         device_budget_bytes: int | float | str = 0,
         transport: str = "staged",
+        offload_dir: str | None = None,
+        offload_keep: bool = False,
         gradient_release: bool = False,
         nonfinite: str = "skip",
         dither: bool = True,

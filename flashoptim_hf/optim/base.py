@@ -44,6 +44,8 @@ class FlashOptimizer(Optimizer):
             the state (0.25, "25%"), or "auto" (what is free after the first full step, less a sixteenth of the device). Default 0.
         transport: of paged state. "staged" (default): pages are copied to the device and back. "zero_copy": kernels read and write pinned
             host memory in place. "resident": all of it stays on the device (a budget of 1.0) as long as there is room.
+        offload_dir: a folder on a fast disk: paged state lives in files there, mapped into memory, instead of in RAM. Default None.
+        offload_keep: do not delete these files at the end. They are scratch all the same. Default False.
         gradient_release: step each page during backward. Default False.
         nonfinite: what a NaN, an infinity or a number above 4e18 in any gradient does: "skip" (default) leaves weights, state and step
             counts of that step untouched and warns once, "raise" raises `FloatingPointError` (and waits for the device at each step), "off"
@@ -236,6 +238,7 @@ class FlashOptimizer(Optimizer):
 
         Raises:
             HostMemoryError: names what is needed and what is available on this host.
+            OffloadError: the same of the disk, with `offload_dir`.
         """
         wanted: dict[PoolKey, list[Tensor]] = {}
         for group in self.param_groups:

@@ -18,6 +18,7 @@ from ..codecs.base import Plane, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..kernels.rule import Format, UpdateRule
 from ..paging.engine import Engine
+from ..paging.files import OffloadFiles
 from ..paging.host_limits import host_memory, local_ranks, refuse_if_short
 from ..paging.residency import FixedSet, pages_ahead
 from ..paging.store import Block, StateStore
@@ -108,6 +109,8 @@ class Layout:
         self.engines: dict[torch.device, Engine] = {}
         self.records: dict[Tensor, Record] = {}
         self.promoted: set[Tensor] = set()
+        folder = options["offload_dir"]
+        self.files = None if folder is None else OffloadFiles(folder, keep=options["offload_keep"])
 
     def engine(self, device: torch.device) -> Engine:
         """The engine of a device, made once."""
@@ -134,7 +137,11 @@ class Layout:
             if key.master_bits:
                 planes = (*planes, Plane(CORRECTION, CORRECTION_DTYPE[key.master_bits]))
             store = StateStore(
-                planes, backend=self.engine(key.device).backend, paged=self.options["paged"], page_bytes=self.options["page_bytes"]
+                planes,
+                backend=self.engine(key.device).backend,
+                paged=self.options["paged"],
+                page_bytes=self.options["page_bytes"],
+                files=self.files,
             )
             self.pools[key] = Pool(key, Format(rule, codec, key.master_bits), store)
         return self.pools[key]
@@ -164,7 +171,7 @@ class Layout:
         return changed
 
     def check_host(self, wanted: dict[PoolKey, list[Tensor]], *, together: bool = False) -> None:
-        """Raise where there is no host memory for state that is going to be made.
+        """Raise where there is no host memory, or no room on the disk, for state that is going to be made.
 
         Args:
             wanted: parameters by the pool they will be in.
@@ -172,10 +179,14 @@ class Layout:
 
         Raises:
             HostMemoryError: says what is needed and what is available. Nothing has been allocated.
+            OffloadError: the same of the disk.
         """
-        needed = sum(self.pool(key).store.host_bytes([local(p).numel() for p in members]) for key, members in wanted.items())
+        asked = [(self.pool(key).store, [local(p).numel() for p in members]) for key, members in wanted.items()]
+        needed = sum(store.host_bytes(numels) for store, numels in asked)
         if needed:
             refuse_if_short(needed, ranks=local_ranks(), memory=host_memory(), together=together)
+        if self.files is not None and asked:
+            self.files.check(sum(store.file_bytes(numels) for store, numels in asked), ranks=local_ranks() if together else 1)
 
     def _enter(self, param: Tensor, record: Record) -> None:
         old = self.records.get(param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,18 @@ from ..errors import ConfigurationError
 from ..paging.plan import parse_bytes
 from ..paging.residency import Budget, parse_budget
 
-PLACEMENT = ("paged", "page_bytes", "device_budget_bytes", "transport", "gradient_release", "kernel", "simulate", "nonfinite")
+PLACEMENT = (
+    "paged",
+    "page_bytes",
+    "device_budget_bytes",
+    "transport",
+    "offload_dir",
+    "offload_keep",
+    "gradient_release",
+    "kernel",
+    "simulate",
+    "nonfinite",
+)
 """Options that say where and how, not what: the same for all groups, and never part of a checkpoint."""
 
 STORAGE = ("codec", "master_bits", "dither")
@@ -41,7 +53,7 @@ def check_defaults(options: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if options[name] not in choices:
             raise ConfigurationError(f"{name}={options[name]!r} is not known; choose one of {', '.join(map(repr, choices))}.")
-    for name in ("paged", "gradient_release", "dither"):
+    for name in ("paged", "gradient_release", "dither", "offload_keep"):
         if not isinstance(options[name], bool):
             raise ConfigurationError(f"{name}={options[name]!r} must be True or False.")
     for name, parse in (("page_bytes", parse_bytes), ("device_budget_bytes", parse_budget)):
@@ -56,11 +68,29 @@ def check_defaults(options: dict[str, Any]) -> None:
             "transport='resident' keeps all state on the device, and "
             f"device_budget_bytes={options['device_budget_bytes']!r} does not; leave one of them out."
         )
+    _check_offload(options)
     if options["gradient_release"]:
         raise ConfigurationError("gradient_release=True is not available yet; use gradient checkpointing to save memory.")
     simulate = options["simulate"]
     if simulate is not None and (isinstance(simulate, bool) or not isinstance(simulate, int)):
         raise ConfigurationError(f"simulate={simulate!r} must be None or the integer seed of the simulated device.")
+
+
+def _check_offload(options: dict[str, Any]) -> None:
+    """Check where files of state may be, and make the folder's name text."""
+    folder = options["offload_dir"]
+    if folder is None:
+        return
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ConfigurationError(f"offload_dir={folder!r} must be the name of a folder, or None to keep paged state in RAM.")
+    options["offload_dir"] = os.fspath(folder)
+    if not options["paged"]:
+        raise ConfigurationError(f"offload_dir={folder!r} is for paged state, and paged=False; pass paged=True (flashoptim_paged_...).")
+    if options["transport"] == "zero_copy":
+        raise ConfigurationError(
+            f"transport='zero_copy' lets kernels work on page-locked RAM, and offload_dir={folder!r} puts state into files: use "
+            "transport='staged', or leave offload_dir out."
+        )
 
 
 def budget(options: dict[str, Any]) -> Budget:

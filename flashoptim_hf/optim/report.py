@@ -26,6 +26,7 @@ class MemoryReport:
         state_bytes: all planes.
         host_bytes: host memory and files allocated for planes, with alignment and spare room.
         host_pinned_bytes, host_pageable_bytes, host_file_bytes: its parts.
+        bounce_bytes: pinned host memory through which pages travel between files and the device, beyond `host_bytes`.
         device_bytes: device memory allocated for planes, resident pages and staging; None where there is no device.
         staging_bytes: device memory for pages in flight.
         resident_bytes: paged state that stays on the device.
@@ -52,6 +53,7 @@ class MemoryReport:
     host_pinned_bytes: int
     host_pageable_bytes: int
     host_file_bytes: int
+    bounce_bytes: int
     device_bytes: int | None
     staging_bytes: int
     resident_bytes: int
@@ -112,6 +114,7 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
         host_pinned_bytes=sum(store.bytes_of("pinned") for store in stores),
         host_pageable_bytes=sum(store.bytes_of("pageable") for store in stores),
         host_file_bytes=sum(store.bytes_of("file") for store in stores),
+        bounce_bytes=sum(engine.bounce_bytes for engine in engines),
         device_bytes=device + sum(engine.device_bytes for engine in engines) if has_device else None,
         staging_bytes=sum(engine.staging_bytes for engine in engines),
         resident_bytes=sum(engine.resident_bytes for engine in engines),
@@ -135,7 +138,7 @@ def planned_bytes(layout: Layout, params: Iterable[tuple[Tensor, dict[str, Any]]
     """Memory that (parameter, group) pairs will take as `Layout.ensure` will place them, with alignment and what pinning rounds up.
 
     Returns:
-        bytes on the host and on the device, without staging.
+        bytes on the host (files too) and on the device, without staging.
     """
     wanted: dict[PoolKey, list[int]] = {}
     for param, group in dict(params).items():
@@ -143,7 +146,8 @@ def planned_bytes(layout: Layout, params: Iterable[tuple[Tensor, dict[str, Any]]
     host = device = 0
     for key, numels in wanted.items():
         backend, paged = layout.engine(key.device).backend, layout.options["paged"]
-        extents = plan.extents(numels, ALIGN, pinned=paged and backend.stages and backend.pins)
+        pinned = paged and backend.stages and backend.pins and layout.files is None
+        extents = plan.extents(numels, ALIGN, pinned=pinned)
         taken = sum(plane.nbytes(extent.capacity) for extent in extents for plane in layout.pool(key).planes)
         if paged or not backend.stages:
             host += taken

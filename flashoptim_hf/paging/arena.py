@@ -16,12 +16,14 @@ class Arena:
         planes: the planes, in order.
         elements: how many elements each buffer has room for.
         allocate: gives an uninitialised uint8 tensor of shape (nbytes,). What it raises is passed on, and the buffers made so far go.
+        zeroed: what it gives is zero already, and must not be written for nothing (files: that would fill the disk's queue).
     """
 
-    def __init__(self, planes: Sequence[Plane], elements: int, allocate: Callable[[int], Tensor]) -> None:
+    def __init__(self, planes: Sequence[Plane], elements: int, allocate: Callable[[int], Tensor], *, zeroed: bool = False) -> None:
         self.planes = tuple(planes)
         self.elements = elements
-        self.buffers = tuple(allocate(plane.nbytes(elements)).zero_().view(plane.dtype) for plane in self.planes)
+        raw = [allocate(plane.nbytes(elements)) for plane in self.planes]
+        self.buffers = tuple((buffer if zeroed else buffer.zero_()).view(plane.dtype) for buffer, plane in zip(raw, planes, strict=True))
 
     @property
     def nbytes(self) -> int:

@@ -102,7 +102,11 @@ class Engine:
             self.reserve(pages)
             coming = [number for number, page in enumerate(pages) if self._has_to_come(page)]
             passed = 0
+            for page in pages[: self.prefetch + 1]:
+                page.read_ahead()
             for number, page in enumerate(pages):
+                for following in pages[number + self.prefetch + 1 : number + self.prefetch + 2]:
+                    following.read_ahead()
                 while passed < len(coming) and coming[passed] <= number:
                     passed += 1
                 views = self.begin(page, [pages[i] for i in coming[passed : passed + self.prefetch]])
@@ -155,6 +159,7 @@ class Engine:
             resident = self._residents.slot(page)
             if not page.staged:
                 self._launch(page, closure)
+                page.write_behind()
             elif page in self._in_place:
                 self._in_place.discard(page)
                 self.traffic.copied_in(page.nbytes)
@@ -207,6 +212,7 @@ class Engine:
         for event in (self._mover.last_out, self._last_in_place):
             if event is not None:
                 self.backend.wait_host(event)
+        self._mover.bounce.land()
 
     # ------------------------------------------------------------------ where a page is
 
@@ -265,6 +271,11 @@ class Engine:
         return self._residents.state_bytes
 
     @property
+    def bounce_bytes(self) -> int:
+        """Host memory for pages on their way from and to files."""
+        return self._mover.bounce.nbytes
+
+    @property
     def device_bytes(self) -> int:
         """Device memory that slots and resident pages take."""
         return self.staging_bytes + self._residents.device_bytes
@@ -304,6 +315,7 @@ class Engine:
         """Give the slots back, after what is in flight; the next step makes new ones."""
         self._recover(everything=True)
         self._staging.release()
+        self._mover.bounce.clear()
 
     # ------------------------------------------------------------------ after a failure
 

@@ -232,6 +232,13 @@ class SimulatedBackend(Backend):
 
         self._queue(stream, Operation(run=run, seconds=self.speeds.copy_seconds(nbytes, stream == "in")))
 
+    def host_copy(self, dst: Tensor, src: Tensor) -> None:
+        super().host_copy(dst, src)
+        self.host_time += src.numel() * src.itemsize / self.speeds.host
+
+    def leave_stale(self, home: Tensor) -> None:
+        _poison(home, HOST_POISON)
+
     def launch(self, fn: Callable[[], None], *, nbytes: int = 0, linked: bool = False) -> None:
         self._faults.hit("launch", self.steps)
         if linked:

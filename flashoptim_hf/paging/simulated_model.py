@@ -21,6 +21,7 @@ class Speeds:
         memory: of device memory, for kernels, which read and write each byte of state.
         launch_latency: of each kernel, on the compute stream.
         call: host time for each thing that is queued.
+        host: copies between two places in host memory.
     """
 
     link_in: float = 25e9
@@ -29,6 +30,7 @@ class Speeds:
     memory: float = 2e12
     launch_latency: float = 5e-6
     call: float = 4e-6
+    host: float = 8e9
 
     def copy_seconds(self, nbytes: int, into: bool) -> float:
         """One copy."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .bounce import Bounce
 from .store import Page
 from .streams import Backend, Event
 from .traffic import Kind, Stopwatch, Traffic
@@ -54,6 +55,7 @@ class Mover:
         self.traffic = Traffic()
         self.stopwatch = Stopwatch(backend)
         self.last_out: Event | None = None
+        self.bounce = Bounce(backend)
 
     def slot(self, nbytes: int) -> Slot:
         """A new slot. What the backend raises is passed on."""
@@ -68,12 +70,20 @@ class Mover:
         slot.dirty = True  # home is not read again before it has been written
         self.backend.wait("in", slot.free)
         self.backend.wait("in", page.written)
+        load = self.bounce.load(page) if page.bounced else None
         start = self.backend.record("in")
-        for home, there in zip(page.views, slot.views(page), strict=True):
-            self.backend.copy("in", there, home)
+        sources = page.views if load is None else load.views
+        for home, source, there in zip(page.views, sources, slot.views(page), strict=True):
+            self.backend.copy("in", there, source)
             slot.fetched += 1
             self.traffic.copied_in(home.numel() * home.itemsize)
-        slot.ready = page.written = self.backend.record("in")
+            if load is not None:
+                self.backend.leave_stale(home)
+        slot.ready = self.backend.record("in")
+        if load is not None:
+            load.event = slot.ready
+        else:
+            page.written = slot.ready
         self._timed("copy", start, slot.ready)
 
     def arrive(self, slot: Slot) -> None:
@@ -94,13 +104,20 @@ class Mover:
         if arriving:
             self.backend.wait("out", self.backend.record("in"))
         self.backend.wait("out", self.backend.record("compute"))
+        landing = self.bounce.unload(page) if page.bounced else None
         start = self.backend.record("out")
-        pairs = list(zip(page.views, slot.views(page), strict=True))
-        for home, there in pairs[slot.written : slot.fetched]:
-            self.backend.copy("out", home, there, keep=keep)
+        targets = page.views if landing is None else landing.views
+        for i, (target, there) in list(enumerate(zip(targets, slot.views(page), strict=True)))[slot.written : slot.fetched]:
+            self.backend.copy("out", target, there, keep=keep)
             slot.written += 1
-            self.traffic.copied_out(home.numel() * home.itemsize)
-        slot.free = page.written = self.last_out = self.backend.record("out")
+            self.traffic.copied_out(there.numel() * there.itemsize)
+            if landing is not None:
+                landing.coming.append(i)
+        slot.free = self.last_out = self.backend.record("out")
+        if landing is not None:
+            landing.event = slot.free
+        else:
+            page.written = slot.free
         slot.dirty = False
         self._timed("copy", start, slot.free)
 

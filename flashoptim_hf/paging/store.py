@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..codecs.base import ALIGN, Plane
 from . import plan
 from .arena import Arena
+from .files import OffloadFiles
 from .streams import Backend, Event
 
 BOUNDARY = 256
@@ -69,12 +70,15 @@ class Page:
         views: the page's entries in each plane, at home, flat.
         pieces: what lies in it, in order.
         staged: whether it has to travel to device memory to be updated.
-        written: event of the last copy or kernel that uses home memory, None when there was none.
+        files: where home memory is mapped from files: those.
+        written: event of the last copy or kernel that uses home memory, None when there was none, and where the device does not use it
+            (see `bounced`).
     """
 
     views: tuple[Tensor, ...]
     pieces: list[Piece]
     staged: bool
+    files: OffloadFiles | None = None
     written: Event | None = None
     layout: tuple[tuple[int, int, torch.dtype], ...] = field(init=False)
     nbytes: int = field(init=False)
@@ -86,6 +90,23 @@ class Page:
         # a staging slot is carved by this; pages of one size share it
         self.layout = tuple((offset, size, view.dtype) for offset, size, view in zip(offsets, sizes, self.views, strict=True))
         self.nbytes = sum(sizes)
+
+    @property
+    def bounced(self) -> bool:
+        """Whether the page travels through pinned buffers, since the device cannot copy from and to its home by itself."""
+        return self.staged and self.files is not None
+
+    def read_ahead(self) -> None:
+        """The page is going to be used soon."""
+        if self.files is not None:
+            for view in self.views:
+                self.files.read_ahead(view)
+
+    def write_behind(self) -> None:
+        """Home was changed by the host, or by a kernel on it."""
+        if self.files is not None:
+            for view in self.views:
+                self.files.write_behind(view)
 
 
 @dataclass(frozen=True)
@@ -99,9 +120,10 @@ class Usage:
 class _Extent:
     """One arena with its blocks and its pages; goes as a whole when its last block is freed."""
 
-    def __init__(self, arena: Arena, page_elements: int, kind: Kind) -> None:
+    def __init__(self, arena: Arena, page_elements: int, kind: Kind, files: OffloadFiles | None) -> None:
         self.arena = arena
         self.kind = kind
+        self.files = files
         self.page_elements = page_elements
         self.live = 0
         self.pages: dict[int, Page] = {}
@@ -113,7 +135,7 @@ class _Extent:
         for number, (start, stop) in enumerate(plan.cut(used, self.page_elements)):
             views = tuple(self.arena.view(i, start, stop - start) for i in range(len(self.arena.planes)))
             found = plan.pieces(starts, numels, start, stop)
-            self.pages[number] = Page(views, [Piece(blocks[item], *place) for item, *place in found], staged)
+            self.pages[number] = Page(views, [Piece(blocks[item], *place) for item, *place in found], staged, self.files)
 
     def remove(self, block: Block, start: int) -> list[Event]:
         """Take a block's pieces out of its pages; pages without pieces go. Returns the events of their last write-backs."""
@@ -137,8 +159,8 @@ class StateStore:
         backend: gives the memory.
         paged: home is host memory, pinned where there is a device. False: home is on the device, and nothing is ever copied.
         page_bytes: bytes of a page over all planes, at most.
-        files: gives home memory that is mapped from a file, uint8 of shape (nbytes,), instead of the backend's host memory. What it raises
-            is passed on, and the store is as it was.
+        files: gives home memory of paged state, instead of the backend's host memory. What it raises is passed on, and the store is as it
+            was.
 
     Raises:
         ConfigurationError: `page_bytes` is too small for one group of elements.
@@ -151,13 +173,13 @@ class StateStore:
         backend: Backend,
         paged: bool,
         page_bytes: int,
-        files: Callable[[int], Tensor] | None = None,
+        files: OffloadFiles | None = None,
     ) -> None:
         self.planes = tuple(planes)
         self.backend = backend
         self.paged = paged
         self.page_bytes = page_bytes
-        self._files = files
+        self._files = files if paged else None
         self._pages: list[Page] | None = None
         self._layouts = [(plane.dtype.itemsize, plane.group) for plane in self.planes]
         largest = plan.page_elements(page_bytes, self._layouts, ALIGN)
@@ -191,14 +213,14 @@ class StateStore:
         todo = deque(plan.extents(numels, ALIGN, pinned=self._pins))
         while todo:
             extent, pins = todo.popleft(), self._pins
-            arena = Arena(self.planes, extent.capacity, self._memory)
+            arena = Arena(self.planes, extent.capacity, self._memory, zeroed=self._files is not None)
             if pins and not self._pins:
                 # some of its buffers are pinned and some are not: let them go, and plan what is left without rounding
                 del arena
                 self.backend.trim()
                 todo = deque(plan.extents(numels[len(blocks) :], ALIGN, pinned=False))
                 continue
-            made.append(_Extent(arena, self._page_elements, self._kind))
+            made.append(_Extent(arena, self._page_elements, self._kind, self._files))
             members = zip(numels[len(blocks) :], extent.starts, strict=False)
             inside = [self._block(numel, made[-1], start) for numel, start in members]
             made[-1].fill(inside, extent.starts, extent.used, self.staged)
@@ -262,6 +284,10 @@ class StateStore:
             return 0
         return plan.host_bytes(numels, self._layouts, ALIGN, pinned=self._pins)
 
+    def file_bytes(self, numels: Sequence[int]) -> int:
+        """Bytes of files that allocating blocks of these sizes would take."""
+        return 0 if self._files is None else plan.host_bytes(numels, self._layouts, ALIGN, pinned=False)
+
     @property
     def _kind(self) -> Kind:
         if not self.paged and self.backend.stages:
@@ -275,8 +301,8 @@ class StateStore:
         return self.staged and self.backend.pins and self._files is None
 
     def _memory(self, nbytes: int) -> Tensor:
-        if self.paged and self._files is not None:
-            return self._files(nbytes)
+        if self._files is not None:
+            return self._files.allocate(nbytes)
         return self.backend.host_empty(nbytes) if self.paged else self.backend.device_home(nbytes)
 
     def _block(self, numel: int, extent: _Extent | None, start: int) -> Block:

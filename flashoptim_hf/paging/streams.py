@@ -124,6 +124,13 @@ class Backend(ABC):
         `keep` says that `src` remains valid. Without it, its content counts as gone until something else is written there.
         """
 
+    def host_copy(self, dst: Tensor, src: Tensor) -> None:
+        """Copy between two places in host memory, at once."""
+        dst.copy_(src)
+
+    def leave_stale(self, home: Tensor) -> None:  # noqa: B027 (for a device that looks for mistakes)
+        """Home memory was copied elsewhere and is not to be read again before it is written."""
+
     @abstractmethod
     def launch(self, fn: Callable[[], None], *, nbytes: int = 0, linked: bool = False) -> None:
         """Run `fn`, which starts kernels, on the compute stream: the stream of the user's own work on this device.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashoptim_hf.errors import DeviceMemoryError, UnsupportedError
+from flashoptim_hf.paging.files import OffloadFiles
 from flashoptim_hf.paging.residency import FixedSet, LeastRecentlyUsed
 from flashoptim_hf.paging.simulated import SimulatedBackend
 from flashoptim_hf.paging.simulated_model import InjectedError
@@ -405,20 +406,14 @@ def test_a_failure_anywhere_leaves_every_page_updated_once_or_not_at_all(what, a
 # ---------------------------------------------------------------------- in place
 
 
-def test_zero_copy_needs_memory_that_the_device_can_reach():
+def test_zero_copy_needs_memory_that_the_device_can_reach(tmp_path):
     backend = SimulatedBackend(0)
-    memory = []
-
-    def files(nbytes):
-        memory.append(torch.zeros(nbytes, dtype=torch.uint8))
-        return memory[-1]
-
-    store = StateStore(PLANES, backend=backend, paged=True, page_bytes=4096, files=files)
+    store = StateStore(PLANES, backend=backend, paged=True, page_bytes=4096, files=OffloadFiles(tmp_path))
     store.allocate([100])
     world = World(backend, [], zero_copy=True)
     with pytest.raises(UnsupportedError, match=r"zero_copy.*page-locked.*staged"):
         world.engine.offer(store.pages)
-    assert store.bytes_of("file") == store.allocated_bytes == sum(buffer.numel() for buffer in memory)
+    assert store.bytes_of("file") == store.allocated_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.bin"))
 
 
 def test_zero_copy_takes_no_device_memory():
