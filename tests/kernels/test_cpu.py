@@ -199,6 +199,44 @@ def test_exp2_error_bound(isa):
     assert call("flashoptim_exp2", edges, isa)[:8] == pytest.approx([1, 2, 0.5, 1024, 2.0**-126, 0, 0, 0], rel=4e-7)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("betas", "eps"), [((0.9, 0.999), 1e-8), ((0.9, 0.999), 0.0), ((0.0, 0.5), 1e-8)])
+@pytest.mark.parametrize("kind", ["zeros", "sparse", "wide", "tiny", "huge"])
+def test_unusual_gradients_equal_eager(kind, betas, eps, isa):
+    """Groups with zeros, with more octaves than a group can hold, with very small and with very large second moments."""
+    n = 16 * 64 + 17
+    form = fmt()
+    ours, theirs = ([torch.zeros(plane.entries(n), dtype=plane.dtype) for plane in form.codec.planes] for _ in range(2))
+    p, q = torch.linspace(-2, 2, n), torch.linspace(-2, 2, n)
+    generator = torch.Generator().manual_seed(1)
+    for step in (1, 2, 3):
+        noise = torch.randn(n, generator=generator)
+        grad = {
+            "zeros": torch.zeros(n),
+            "sparse": noise * (torch.rand(n, generator=generator) < 0.1),
+            "wide": noise * torch.exp2(torch.linspace(-45, 20, n)[torch.randperm(n, generator=generator)]),
+            "tiny": noise * 1e-17,
+            "huge": noise.sign() * 2.0**61,
+        }[kind]
+        hyper = (1e-3, *RULE.scalars({"betas": betas, "eps": eps, "weight_decay": 0.1}, step))
+        for mine, reference in zip(ours, theirs, strict=True):
+            mine.copy_(reference)
+        p.copy_(q)
+        cpu.update_page(ours, [Segment(p, grad, start=0, index=0, step=step, hyper=hyper)], form, isa=isa)
+        eager.update_page(theirs, [Segment(q, grad, start=0, index=0, step=step, hyper=hyper)], form)
+        assert all(bool(torch.isfinite(plane.float()).all()) for plane in ours)
+        torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=2.0**-16)
+        torch.testing.assert_close(ours[3], theirs[3], rtol=0, atol=2.0**-22)
+        torch.testing.assert_close(ours[4], theirs[4], rtol=2.0**-7, atol=0)
+        assert torch.equal(ours[1] == 0, theirs[1] == 0)
+        for mine, reference in zip(ours[:2], theirs[:2], strict=True):
+            off = (mine.int() - reference.int()).abs()
+            assert off.max() <= 2
+            assert off.float().mean() < 2e-2
+        # a move of lr per step at most, so that this is the fp32 rounding of the update as a whole
+        torch.testing.assert_close(p, q, rtol=4e-7, atol=2e-8)
+
+
 EVERY_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
