@@ -7,15 +7,18 @@ import gc
 import io
 import pickle
 import random
+import shutil
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flashoptim_hf.errors import ConfigurationError, DeviceMemoryError, HostMemoryError
+from flashoptim_hf.errors import ConfigurationError, DeviceMemoryError, HostMemoryError, OffloadError
 from flashoptim_hf.optim import layout
 from flashoptim_hf.optim.adamw import FlashAdamW
 from flashoptim_hf.paging.host_limits import HostMemory
@@ -127,6 +130,49 @@ def test_any_order_of_anything_equals_the_unpaged_optimizer(part: int, as_bits: 
         plan = schedule(seed)
         expected = as_bits(played(plan).result())
         assert as_bits(played(plan, **placement(seed)).result()) == expected, f"seed {seed}: {plan} on {placement(seed)}"
+
+
+@pytest.mark.filterwarnings("ignore:a gradient held NaN", "ignore:.*have a correction", "ignore:.*master_bits")
+def test_state_in_files_equals_state_in_memory(as_bits: Callable[[Any], Any], tmp_path: Path) -> None:
+    """On the host alone and through the simulated device, whatever stays there; the folder is empty when the optimizers are gone."""
+    for seed in range(12):
+        plan = schedule(seed)
+        expected = as_bits(played(plan).result())
+        options = placement(seed) | {"transport": "staged", "offload_dir": str(tmp_path)}
+        if seed % 3 == 0:
+            options = {"paged": True, "offload_dir": str(tmp_path)}
+        assert as_bits(played(plan, **options).result()) == expected, f"seed {seed}: {plan} on {options}"
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_the_report_counts_files(share: float, tmp_path: Path) -> None:
+    optimizer, _ = trained(3, device_budget_bytes=share, offload_dir=str(tmp_path))
+    report = optimizer.memory_report()
+    assert report.host_file_bytes == report.host_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.bin"))
+    assert report.host_pinned_bytes == report.host_pageable_bytes == 0
+    assert 0 < report.bounce_bytes < report.host_bytes
+    assert report.page_in_bytes + report.page_out_bytes == 2 * (report.state_bytes - report.resident_bytes)
+    assert optimizer.planned_bytes()[0] == report.host_bytes
+
+
+def test_a_disk_that_is_too_small_is_refused_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    params = [nn.Parameter(torch.zeros(10_000))]
+    optimizer = FlashAdamW(params, paged=True, offload_dir=str(tmp_path))
+    # files need no RAM to be refused for
+    monkeypatch.setattr(layout, "host_memory", lambda: HostMemory(available=0, total=0, source="RAM"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=60_000))
+    optimizer.check_host_memory()
+    monkeypatch.setattr(layout, "local_ranks", lambda: 4)
+    with pytest.raises(OffloadError, match=r"84\.\d+ KiB of disk.*4 processes of 21\.\d+ KiB.*58\.59 KiB are available"):
+        optimizer.check_host_memory()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    params[0].grad = torch.ones(10_000)
+    with pytest.raises(OffloadError, match=r"needs 21\.\d+ KiB of disk"):
+        optimizer.step()
+    assert not optimizer.state
+    assert not params[0].any()
 
 
 def trained(steps: int, params: list[nn.Parameter] | None = None, **options: Any) -> tuple[FlashAdamW, list[nn.Parameter]]:
@@ -276,6 +322,11 @@ def test_budgets_are_bytes_shares_or_auto(budget: Any, means: Any) -> None:
         ({"device_budget_bytes": "all"}, "device_budget_bytes: 'all'.*25%"),
         ({"device_budget_bytes": float("nan")}, "device_budget_bytes: nan is no share"),
         ({"device_budget_bytes": "1GiB", "transport": "resident"}, "transport='resident'.*leave one"),
+        ({"offload_dir": "/tmp"}, "offload_dir='/tmp'.*paged=False.*paged=True"),
+        ({"offload_dir": "/tmp", "paged": True, "transport": "zero_copy"}, "zero_copy.*offload_dir='/tmp'.*staged"),
+        ({"offload_dir": 3, "paged": True}, "offload_dir=3.*folder"),
+        ({"offload_dir": "", "paged": True}, "offload_dir=''.*folder"),
+        ({"offload_keep": 1}, "offload_keep=1.*True or False"),
     ],
 )
 def test_bad_budgets_are_named(options: dict[str, Any], message: str) -> None:

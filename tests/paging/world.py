@@ -15,9 +15,9 @@ NUMELS = [100, 300, 0, 64, 7, 193]
 class World:
     """Blocks with a host tensor each, which every update reads and writes as a kernel does with parameters."""
 
-    def __init__(self, backend, numels=NUMELS, *, paged=True, groups=2, prefetch=1, engine=Engine, **options):
+    def __init__(self, backend, numels=NUMELS, *, paged=True, groups=2, prefetch=1, engine=Engine, files=None, **options):
         self.backend = backend
-        self.store = StateStore(PLANES, backend=backend, paged=paged, page_bytes=groups * GROUP_BYTES)
+        self.store = StateStore(PLANES, backend=backend, paged=paged, page_bytes=groups * GROUP_BYTES, files=files)
         self.engine = engine(backend, prefetch=prefetch, **options)
         self.blocks = []
         self.grow(numels)
