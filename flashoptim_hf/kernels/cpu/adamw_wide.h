@@ -1,4 +1,4 @@
-/* AdamW with `log` states, the AVX-512 form: three passes over a tile of 16 groups. Included by adamw.c, which says what `planes` are.
+/* AdamW with `log` states, the AVX-512 form: four passes over a tile of 16 groups. Included by adamw.c, which says what `planes` are.
  *
  * Registers would hold one group only, and a group's own chain of reductions and divisions is too long to wait for: in passes over a tile the
  * processor works on several groups at once, and what 16 groups need once is done for all of them in one vector. All of it stays in the L1
@@ -6,8 +6,8 @@
  */
 #define TILE 16
 typedef struct {
-    float m[TILE][GROUP];    /* the new m, then u = m / r̂ */
-    float r[TILE][GROUP];    /* the new r */
+    float m[TILE][GROUP];    /* the new m, then m / r, then u = m / r̂; without its factor `share` */
+    float r[TILE][GROUP];    /* the new r, then log2 r - hi */
     uint32_t top[TILE][16];  /* bits of the largest r, lane by lane, then of the largest |u| */
     uint32_t low[TILE][16];  /* bits of the smallest r */
     float hi[TILE], step[TILE], inverse[TILE], lowest[TILE], curve[TILE], slope[TILE], e1[TILE], e2[TILE], e3[TILE], scale[TILE];
@@ -255,7 +255,7 @@ OP __m512i wide_scales(wide_tile *t, float share, const int dither) {
     return (__m512i)stored;
 }
 
-/* Third pass: u to codes. */
+/* Last pass: u to codes. */
 OP void wide_encode_m(const wide_constants *c, const segment *s, const planes *where, int64_t g, const wide_tile *t, int k, const int dither) {
     const int64_t at = g * GROUP, element = s->start + at;
     const __m512 scale = _mm512_set1_ps(t->scale[k]);
@@ -287,15 +287,21 @@ OP void NAME(groups)(
     wide_tile t;
     const int64_t group = s->start / GROUP + g;
     const __mmask16 there = (__mmask16)((1u << count) - 1);
-
     const wide_step h = wide_prepare(settings, how);
     wide_update(s, &h, where, g, count, &t, type, grad_type, bits);
-    if (count < TILE) memset(t.top[count], 0, sizeof t.top[0] * (size_t)(TILE - count)), memset(t.low[count], 0, sizeof t.low[0] * (size_t)(TILE - count));
+    if (count < TILE) { /* groups of no elements, and without zeros */
+        memset(t.top[count], 0, sizeof t.top[0] * (size_t)(TILE - count));
+        memset(t.low[count], 0xFF, sizeof t.low[0] * (size_t)(TILE - count));
+    }
     const uint32_t special = wide_lattice(&t) & there;
     if (__builtin_expect(special, 0)) {
         for (int k = 0; k < count; k++)
-            if (special >> k & 1) wide_encode_special(h.integers, s, where, g + k, &t, k, dither);
-            else wide_logs(h.integers, &t, k), wide_encode_v(h.integers, s, where, g + k, &t, k, dither);
+            if (special >> k & 1) {
+                wide_encode_special(h.integers, s, where, g + k, &t, k, dither);
+            } else {
+                wide_logs(h.integers, &t, k);
+                wide_encode_v(h.integers, s, where, g + k, &t, k, dither);
+            }
     } else {
         for (int k = 0; k < count; k++) wide_logs(h.integers, &t, k);
         for (int k = 0; k < count; k++) wide_encode_v(h.integers, s, where, g + k, &t, k, dither);
