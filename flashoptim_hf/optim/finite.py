@@ -10,7 +10,7 @@ reads the flag before the next step, when it has long been there, and takes the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +33,25 @@ class Verdict:
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
 
 
-class Guard:
-    """Applies one of the policies "skip", "raise" and "off", and counts the steps that were skipped."""
+SKIPPED = (
+    "a gradient held NaN or infinity: this step was skipped, and weights and optimizer state are as before it. Further skipped steps are "
+    "counted in memory_report().skipped_steps and not reported one by one. If they go on, lower the learning rate or look at the data."
+)
 
-    def __init__(self, policy: str) -> None:
+
+class Guard:
+    """Applies one of the policies "skip", "raise" and "off", and counts the steps that were skipped.
+
+    Args:
+        policy: one of the three.
+        notice: what is said when the first step is skipped.
+    """
+
+    def __init__(self, policy: str, notice: str = SKIPPED) -> None:
         self.policy = policy
+        self.notice = notice
         self.skipped = 0
-        self._pending: tuple[Callable[[], Tensor], StepPlan] | None = None
+        self._pending: Callable[[], bool] | None = None
 
     def check(self, grads: Sequence[Tensor], param_groups: Sequence[dict[str, Any]], found_inf: Tensor | None) -> Verdict:
         """Look at all gradients of a step.
@@ -52,7 +64,7 @@ class Guard:
         Raises:
             FloatingPointError: policy "raise" and a gradient that is not finite.
         """
-        flags = self._flags(grads) if self.policy != "off" else {}
+        flags = self.look(grads) if self.policy != "off" else {}
         if found_inf is not None:
             home = found_inf.device
             flags[home] = flags.get(home, torch.zeros((), device=home)) + found_inf.reshape(()).float()
@@ -70,7 +82,7 @@ class Guard:
                     "a gradient holds NaN, infinity or a number above 4e18; weights and optimizer state are unchanged. With "
                     "nonfinite='skip' such steps are left out."
                 )
-            self._count_one()
+            self.count_one()
             return Verdict(skip=True)
         return Verdict(flags=flags)
 
@@ -78,7 +90,19 @@ class Guard:
         """Remember a step whose flags only the device knows; `settle` finishes it."""
         if flags:
             device, flag = next(iter(flags.items()))
-            self._pending = (layout.engine(device).backend.read_later(flag), plan)
+            was_skipped = layout.engine(device).backend.read_later(flag)
+
+            def outcome() -> bool:
+                skipped = bool(was_skipped())
+                if skipped:
+                    plan.count(-1)
+                return skipped
+
+            self.postpone(outcome)
+
+    def postpone(self, outcome: Callable[[], bool]) -> None:
+        """Remember a step that is still open: `outcome` reads what became of it, and says whether (a part of) it was skipped."""
+        self._pending = outcome
 
     def settle(self) -> bool:
         """Read the flag of the last step, if it is still open, and take back the step counts of a step that was skipped.
@@ -88,15 +112,14 @@ class Guard:
         """
         if self._pending is None:
             return False
-        was_skipped, plan = self._pending
-        self._pending = None
-        if not bool(was_skipped()):
-            return False
-        plan.count(-1)
-        self._count_one()
-        return True
+        outcome, self._pending = self._pending, None
+        skipped = outcome()
+        if skipped:
+            self.count_one()
+        return skipped
 
-    def _flags(self, grads: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    def look(self, grads: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+        """For each device where there are gradients: 1 if one of them is not finite, else 0, fp32, 0-dim, there."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for grad in grads:
             if grad.numel():
@@ -107,16 +130,11 @@ class Guard:
             flags[device] = (~(_probe(tensors, device) < LIMIT)).float()
         return flags
 
-    def _count_one(self) -> None:
+    def count_one(self) -> None:
+        """Count a step that was skipped, and say so the first time."""
         self.skipped += 1
         if self.skipped == 1:
-            warnings.warn(
-                "a gradient held NaN or infinity: this step was skipped, and weights and optimizer state are as before it. Further skipped "
-                "steps are counted in memory_report().skipped_steps and not reported one by one. If they go on, lower the learning rate or "
-                "look at the data.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warnings.warn(self.notice, RuntimeWarning, stacklevel=4)
 
 
 def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -147,3 +165,9 @@ def _agree(flags: dict[torch.device, Tensor], param_groups: Sequence[dict[str, A
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
         flags[device] = flag
     return flags
+
+
+def mesh_groups(params: Iterable[Tensor]) -> list[Any]:
+    """The process groups over which parameters are sharded or replicated as DTensors, each once, in the same order on every rank."""
+    meshes = dict.fromkeys(param.device_mesh for param in params if local(param) is not param)  # type: ignore[attr-defined]
+    return [group for mesh in meshes for group in mesh.get_all_groups()]

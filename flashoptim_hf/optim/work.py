@@ -47,7 +47,7 @@ class Gradients:
                 )
 
 
-class _PageWork:
+class PageWork:
     """The part of a step that falls on one page.
 
     Attributes:
@@ -120,11 +120,35 @@ class _Flat:
         self.grad_types = np.array(codes, dtype=np.int64)
         self.grad_itemsizes = np.where(self.grad_types == DTYPE_CODE[torch.float32], 4, 2)
 
+    def expect(self) -> None:
+        """Make room for gradients that come one by one."""
+        count = len(self.params)
+        self.grads = [torch.empty(0)] * count
+        self.grad_addresses, self.grad_types = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self.grad_itemsizes = np.ones(count, dtype=np.int64)
+
+    def take_one(self, i: int, grad: Tensor) -> None:
+        """`take` for one parameter."""
+        if i in self.strided:
+            self.params[i] = self.sources[i].contiguous()
+            self.addresses[i] = self.params[i].data_ptr()
+        grad = grad.detach() if grad.dtype in DTYPE_CODE else grad.detach().float()
+        grad = self.grads[i] = grad if grad.is_contiguous() else grad.contiguous()
+        self.grad_addresses[i], self.grad_types[i], self.grad_itemsizes[i] = grad.data_ptr(), DTYPE_CODE[grad.dtype], grad.itemsize
+
+    def let_go(self, i: int) -> None:
+        """Forget one parameter's gradient."""
+        self.grads[i] = torch.empty(0)
+
     def write_back(self) -> None:
         """Copy the new weights of strided parameters to where they belong, and let this step's gradients go."""
         for i in self.strided:
-            self.sources[i].copy_(self.params[i])
+            self.write_back_one(i)
         self.grads = []
+
+    def write_back_one(self, i: int) -> None:
+        """Copy the new weights of one strided parameter to where they belong."""
+        self.sources[i].copy_(self.params[i])
 
 
 def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -133,6 +157,12 @@ def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
 
 class StepPlan:
     """The steps of one set of parameters.
+
+    Attributes:
+        params, records: each parameter once, and its record. Its place here is its number.
+        pages: what there is to do, device by device.
+        flat: parameters and gradients as the kernels' tables need them.
+        steps, hyper, lr: of the step that was begun, a row for each parameter.
 
     Args:
         gradients: the parameters; one that is listed twice is stepped once.
@@ -152,7 +182,7 @@ class StepPlan:
         self.records: list[Record] = [layout.records[param] for param in self.params]
         self._shown = list(zip(self.params, self.records, strict=True))
         self._sharded = any(local(param) is not param for param in self.params)
-        self._flat = _Flat([local(param) for param in self.params])
+        self.flat = _Flat([local(param) for param in self.params])
         group_of = np.array([self._groups[i] for i in self._positions], dtype=np.int64)
         self._members = [(number, np.flatnonzero(group_of == number)) for number in sorted(set(group_of.tolist()))]
         self._counters: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -160,11 +190,11 @@ class StepPlan:
             mine = [i for i, record in enumerate(self.records) if record.counter is counter]
             places = np.array([self.records[i].place for i in mine], dtype=np.int64)
             self._counters.append((counter, places, np.array(mine, dtype=np.int64)))
-        self.pages: dict[torch.device, list[_PageWork]] = {}
+        self.pages: dict[torch.device, list[PageWork]] = {}
         for pool in layout.pools.values():
             for page in pool.store.pages:
                 if any(piece.block.owner in numbers for piece in page.pieces):
-                    self.pages.setdefault(pool.key.device, []).append(_PageWork(pool, page, numbers))
+                    self.pages.setdefault(pool.key.device, []).append(PageWork(pool, page, numbers))
 
     def serves(self, gradients: Gradients, param_groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> bool:
         """Whether this plan is that of the parameters that have gradients now."""
@@ -175,13 +205,17 @@ class StepPlan:
             and state is self._state
             and all(state.get(param) is record.views and STEP_KEY in record.views for param, record in self._shown)
             and self._storage_options(param_groups) == self._options
-            and self._flat.holds([local(param) for param in self.params] if self._sharded else self.params)
+            and self.flat.holds([local(param) for param in self.params] if self._sharded else self.params)
         )
 
     def begin(self, gradients: Gradients, param_groups: Sequence[dict[str, Any]], rule: Any) -> None:
         """Read this step's gradients, step counts and scalars."""
         grads = gradients.grads
-        self._flat.take(grads if len(self._positions) == len(grads) else [grads[i] for i in self._positions])
+        self.flat.take(grads if len(self._positions) == len(grads) else [grads[i] for i in self._positions])
+        self.number(param_groups, rule)
+
+    def number(self, param_groups: Sequence[dict[str, Any]], rule: Any) -> None:
+        """Read this step's counts and scalars."""
         steps = np.empty(len(self.params), dtype=np.int64)
         for counter, places, mine in self._counters:
             steps[mine] = counter[places] + 1
@@ -208,13 +242,17 @@ class StepPlan:
             for i, rate in enumerate(lr)
         ]
 
-    def segments(self, work: _PageWork) -> Segments:
+    def segments(self, work: PageWork) -> Segments:
         """The kernels' table for one page."""
-        return work.segments(self._flat, self.steps, self.hyper, self.lr)
+        return work.segments(self.flat, self.steps, self.hyper, self.lr)
+
+    def part(self, work: PageWork, numbers: Sequence[int]) -> PageWork:
+        """The part of a page's work that falls on some of its parameters."""
+        return PageWork(work.pool, work.page, {self.params[i]: i for i in numbers})
 
     def finish(self) -> None:
         """Count the step, and write strided parameters back."""
-        self._flat.write_back()
+        self.flat.write_back()
         self.count(1)
 
     def count(self, by: int) -> None:
