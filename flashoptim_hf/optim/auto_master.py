@@ -12,6 +12,7 @@ once in `INTERVAL` steps.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,11 +84,12 @@ class AutoMaster:
                 records.append(record)
         self._samples = [_Sample(params, records, steps // INTERVAL) for params, records in members.values()]
 
-    def after(self, layout: Layout, skipped: bool) -> list[Tensor]:
+    def after(self, layout: Layout, skipped: bool, stepped: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Compare with the sample. Call when the step has been launched.
 
         Args:
-            skipped: the step did not happen, since a gradient was not finite: no verdict.
+            skipped: the step, or a part of it, did not happen, since a gradient was not finite: no verdict.
+            stepped: the parameters that had a gradient, where a sample was taken of others too; None: all.
 
         Returns:
             the parameters that need more bits; their records are where they were.
@@ -96,8 +98,12 @@ class AutoMaster:
         if skipped or not samples:
             return []
         layout.synchronize()
+        judged = None if stepped is None else set(stepped)
         promoted = [
-            param for sample in samples for param, share in zip(sample.params, sample.swallowed().tolist(), strict=True) if share > SHARE
+            param
+            for sample in samples
+            for param, share in zip(sample.params, sample.swallowed().tolist(), strict=True)
+            if share > SHARE and (judged is None or param in judged)
         ]
         if promoted:
             layout.promoted.update(promoted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -17,9 +17,10 @@ from ..kernels import select
 from ..kernels.rule import UpdateRule
 from ..paging.plan import parse_bytes
 from ..paging.store import Page
-from . import checkpoint, modes, options, sharded
+from . import checkpoint, gradient_release, modes, options, sharded
 from .auto_master import AutoMaster
-from .finite import Guard
+from .backward_pass import NOT_FINITE
+from .finite import SKIPPED, Guard
 from .layout import CORRECTION, STEP, Layout, PoolKey, codec_views, local, pool_key
 from .report import MemoryReport, build_report, planned_bytes
 from .work import Gradients, StepPlan
@@ -46,7 +47,8 @@ class FlashOptimizer(Optimizer):
             host memory in place. "resident": all of it stays on the device (a budget of 1.0) as long as there is room.
         offload_dir: a folder on a fast disk: paged state lives in files there, mapped into memory, instead of in RAM. Default None.
         offload_keep: do not delete these files at the end. They are scratch all the same. Default False.
-        gradient_release: step each page during backward. Default False.
+        gradient_release: update each page during backward, as soon as its gradients are final, and free them. Not with accumulation,
+            clipping, `GradScaler` and DDP. Default False.
         nonfinite: what a NaN, an infinity or a number above 4e18 in any gradient does: "skip" (default) leaves weights, state and step
             counts of that step untouched and warns once, "raise" raises `FloatingPointError` (and waits for the device at each step), "off"
             does not look.
@@ -79,7 +81,9 @@ class FlashOptimizer(Optimizer):
     def _start(self, defaults: dict[str, Any]) -> None:
         """Make what is not part of the optimizer's state: pools, engines, counters."""
         self._layout = Layout(self.rule, defaults)
-        self._guard = Guard(defaults["nonfinite"])
+        released = defaults["gradient_release"]
+        self._guard = Guard(defaults["nonfinite"], NOT_FINITE if released else SKIPPED)
+        self._release = gradient_release.GradientRelease(self) if released else None
         self._auto = AutoMaster()
         self._checked = False
         self._plan: StepPlan | None = None
@@ -105,6 +109,9 @@ class FlashOptimizer(Optimizer):
                 options.check_param(local(param), name)
             for name in options.PLACEMENT:
                 group.pop(name, None)  # where and how hold for the whole optimizer, and are no part of a checkpoint
+            gradient_release.detach(group["params"], keep=self._release)
+            if self._release is not None:
+                self._release.attach(group["params"])
         except (ConfigurationError, UnsupportedError):
             self.param_groups.pop()
             raise
@@ -135,14 +142,21 @@ class FlashOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._release is not None and self._release.active:
+            self._release.step()
+            return loss
         self._guard.settle()
         gradients = Gradients(self.param_groups)
         verdict = self._guard.check(gradients.grads, self.param_groups, getattr(self, "found_inf", None))
         if gradients.params and not verdict.skip:
-            if self._plan is None or not self._plan.serves(gradients, self.param_groups, self.state):
-                self._plan = self._make_plan(gradients)
-            self._update(self._plan, gradients, verdict.flags)
+            self._update(self._plan_for(gradients), gradients, verdict.flags)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients. With `gradient_release` there is usually nothing left; what waits for `step` is dropped, with a warning."""
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of the state: copies on the host, which later steps do not change. See `optim/checkpoint.py` for the format."""
@@ -155,6 +169,8 @@ class FlashOptimizer(Optimizer):
         Raises:
             CheckpointError: the state does not fit; nothing has been changed.
         """
+        if self._release is not None:
+            self._release.discard()
         checkpoint.load(self, state_dict)
         # what held on to state that was replaced lets go of it
         self._plan = None
@@ -172,6 +188,7 @@ class FlashOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it here; it is no option of this class
         checkpoint.adopt(self, values)
+        self.reopen()
 
     # ------------------------------------------------------------------ beyond torch.optim
 
@@ -231,6 +248,16 @@ class FlashOptimizer(Optimizer):
         """`evict` everything, and give back the memory for pages in flight too, until the next step. Returns the bytes."""
         return sum(engine.trim() for engine in self._layout.engines.values())
 
+    def close(self) -> None:
+        """Take the hooks of `gradient_release` off the parameters: gradients stay until `step`, which works as it does without."""
+        if self._release is not None:
+            self._release.close()
+
+    def reopen(self) -> None:
+        """Put the hooks of `gradient_release` on all parameters as they are now: after `close`, or when parameters were replaced."""
+        if self._release is not None:
+            self._release.open()
+
     def check_host_memory(self) -> None:
         """Look before training whether the host has memory for the state of all parameters, for every process on it.
 
@@ -257,6 +284,12 @@ class FlashOptimizer(Optimizer):
         return planned_bytes(self._layout, groups)
 
     # ------------------------------------------------------------------ one step
+
+    def _plan_for(self, gradients: Gradients) -> StepPlan:
+        """The plan of the last step if it serves this one too, else a new one."""
+        if self._plan is None or not self._plan.serves(gradients, self.param_groups, self.state):
+            self._plan = self._make_plan(gradients)
+        return self._plan
 
     def _make_plan(self, gradients: Gradients) -> StepPlan:
         """Give every parameter its place, show it in `state`, and prepare the step."""
@@ -320,14 +353,23 @@ class FlashOptimizer(Optimizer):
 
             self._layout.engine(device).run([work.page for work in entries], prepare)
         plan.finish()
+        self._guard.defer(flags, plan, self._layout)
+        self._conclude(plan)
+
+    def _conclude(self, plan: StepPlan, *, skipped: bool = False, stepped: Sequence[Tensor] | None = None) -> None:
+        """What follows a step: a check whether its state could be saved, and a look at what 24 bits swallowed.
+
+        Args:
+            skipped: the step, or a part of it, is known not to have happened.
+            stepped: the parameters that took part; None: all of the plan.
+        """
         if not self._checked:
             if sharded.several_ranks() or any(sharded.is_sharded(param) for param in plan.params):
                 self._layout.synchronize()
                 sharded.self_check(self._layout.records)
             self._checked = True
-        self._guard.defer(flags, plan, self._layout)
         if self._auto.looking:
-            promoted = self._auto.after(self._layout, skipped=self._guard.settle())
+            promoted = self._auto.after(self._layout, skipped=self._guard.settle() or skipped, stepped=stepped)
             if promoted:
                 self._plan = None
                 groups = {param: group for group in self.param_groups for param in group["params"]}

@@ -141,7 +141,7 @@ def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
     """A number below `LIMIT` exactly if the magnitude of every element of every tensor is; 0-dim, on `device`."""
     if device.type == "cpu":
         if all(cpu.can_look_at(tensor) for tensor in tensors):
-            return torch.tensor(float("inf") if cpu.too_large(tensors) else 0.0)
+            return torch.tensor(float("inf") if cpu.too_large(tensors) else 0.0, device="cpu")
         # sums are many times faster here than norms; a large one may also come from many elements, so then look closely
         total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).abs().amax()
         if bool(total < LIMIT):

@@ -6,7 +6,7 @@ when they first have a gradient, not at construction: FSDP2 and `model.to(...)` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -152,23 +152,48 @@ class Layout:
         A parameter whose dtype, device or codec changed keeps its step count and every plane that the new pool has too.
         """
         wanted: dict[PoolKey, list[Tensor]] = {}
+        groups: dict[Tensor, int] = {}
         for param, group in params:
             key = pool_key(param, group, self.rule, param in self.promoted)
             record = self.records.get(param)
             if record is None or record.pool.key != key:
                 wanted.setdefault(key, []).append(param)
+                groups[param] = id(group)
         changed: list[Tensor] = []
         if any(param in self.records for members in wanted.values() for param in members):
             self.synchronize()  # what moves is read at home, where write-backs may still be under way
         self.check_host(wanted)
-        for key, members in wanted.items():
-            pool = self.pool(key)
-            counter = np.zeros(len(members), dtype=np.int64)
-            blocks = pool.store.allocate([local(p).numel() for p in members])
-            for place, (param, block) in enumerate(zip(members, blocks, strict=True)):
+        # all memory first: where some of it cannot be had, nothing has changed
+        made: list[tuple[Pool, list[Tensor], list[Block]]] = []
+        try:
+            for key, members in wanted.items():
+                pool = self.pool(key)
+                for request in self.requests(members, groups):
+                    made.append((pool, request, pool.store.allocate([local(p).numel() for p in request])))
+        except BaseException:
+            for pool, _, blocks in made:
+                for block in blocks:
+                    pool.store.free(block)
+            raise
+        for pool, request, blocks in made:
+            counter = np.zeros(len(request), dtype=np.int64)
+            for place, (param, block) in enumerate(zip(request, blocks, strict=True)):
                 self._enter(param, Record(pool, block, local(param).shape, counter, place))
                 changed.append(param)
         return changed
+
+    def requests(self, members: list[Tensor], groups: Mapping[Tensor, int]) -> list[list[Tensor]]:
+        """In which requests the memory for parameters of one pool is asked for: all in one, in order.
+
+        With gradient release in the order in which backward reaches them, the last one first, so that a page becomes complete early; and
+        a request for each group, since groups (say, weights and biases) run through the whole model.
+        """
+        if not self.options["gradient_release"]:
+            return [members]
+        parts: dict[int, list[Tensor]] = {}
+        for param in reversed(members):
+            parts.setdefault(groups[param], []).append(param)
+        return list(parts.values())
 
     def check_host(self, wanted: dict[PoolKey, list[Tensor]], *, together: bool = False) -> None:
         """Raise where there is no host memory, or no room on the disk, for state that is going to be made.

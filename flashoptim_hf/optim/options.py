@@ -69,8 +69,6 @@ def check_defaults(options: dict[str, Any]) -> None:
             f"device_budget_bytes={options['device_budget_bytes']!r} does not; leave one of them out."
         )
     _check_offload(options)
-    if options["gradient_release"]:
-        raise ConfigurationError("gradient_release=True is not available yet; use gradient checkpointing to save memory.")
     simulate = options["simulate"]
     if simulate is not None and (isinstance(simulate, bool) or not isinstance(simulate, int)):
         raise ConfigurationError(f"simulate={simulate!r} must be None or the integer seed of the simulated device.")

@@ -140,14 +140,17 @@ def planned_bytes(layout: Layout, params: Iterable[tuple[Tensor, dict[str, Any]]
     Returns:
         bytes on the host (files too) and on the device, without staging.
     """
-    wanted: dict[PoolKey, list[int]] = {}
-    for param, group in dict(params).items():
-        wanted.setdefault(pool_key(param, group, layout.rule, param in layout.promoted), []).append(local(param).numel())
+    wanted: dict[PoolKey, list[Tensor]] = {}
+    groups = dict(params)
+    for param, group in groups.items():
+        wanted.setdefault(pool_key(param, group, layout.rule, param in layout.promoted), []).append(param)
+    owners = {param: id(group) for param, group in groups.items()}
     host = device = 0
-    for key, numels in wanted.items():
+    for key, members in wanted.items():
         backend, paged = layout.engine(key.device).backend, layout.options["paged"]
         pinned = paged and backend.stages and backend.pins and layout.files is None
-        extents = plan.extents(numels, ALIGN, pinned=pinned)
+        requests = [[local(param).numel() for param in request] for request in layout.requests(members, owners)]
+        extents = [extent for numels in requests for extent in plan.extents(numels, ALIGN, pinned=pinned)]
         taken = sum(plane.nbytes(extent.capacity) for extent in extents for plane in layout.pool(key).planes)
         if paged or not backend.stages:
             host += taken

@@ -123,7 +123,7 @@ class _Flat:
     def expect(self) -> None:
         """Make room for gradients that come one by one."""
         count = len(self.params)
-        self.grads = [torch.empty(0)] * count
+        self.grads = [torch.empty(0, device="cpu")] * count
         self.grad_addresses, self.grad_types = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.grad_itemsizes = np.ones(count, dtype=np.int64)
 
@@ -138,7 +138,7 @@ class _Flat:
 
     def let_go(self, i: int) -> None:
         """Forget one parameter's gradient."""
-        self.grads[i] = torch.empty(0)
+        self.grads[i] = torch.empty(0, device="cpu")
 
     def write_back(self) -> None:
         """Copy the new weights of strided parameters to where they belong, and let this step's gradients go."""

@@ -100,7 +100,7 @@ class Engine:
             self._start_step()
             self._recover()
             self.reserve(pages)
-            coming = [number for number, page in enumerate(pages) if self._has_to_come(page)]
+            coming = [number for number, page in enumerate(pages) if self.has_to_come(page)]
             passed = 0
             for page in pages[: self.prefetch + 1]:
                 page.read_ahead()
@@ -124,12 +124,15 @@ class Engine:
             if self._staging.slots:
                 self._staging.release()  # other pages may need them now, or none
         with self._guard():
+            if through := [page.slot_bytes for page in pages if page.bounced]:
+                self._mover.bounce.reserve(max(through))
             for page in pages:
                 if page.staged and self._staging.slot(page) is None:
                     self._residents.admit(page, replacing=False)
-        streamed = [page for page in pages if self._streams(page)]
-        if streamed:
-            self._staging.reserve(streamed)
+        streamed: list[Page] = []
+        while len(now := [page for page in pages if self._streams(page)]) > len(streamed):
+            streamed = now
+            self._staging.reserve(streamed)  # for which residents may have to leave, which then travel too
 
     def begin(self, page: Page, ahead: Sequence[Page] = ()) -> tuple[Tensor, ...]:
         """Start to fetch a page, and those ahead.
@@ -146,7 +149,7 @@ class Engine:
             self._start_step()
             views = self._bring(page)
             for following in ahead:
-                if not self._has_to_come(following) or self._residents.admit(following) is not None or self.zero_copy:
+                if not self.has_to_come(following) or self._residents.admit(following) is not None or self.zero_copy:
                     continue
                 if following.slot_bytes > self._staging.slot_bytes or not self._staging.ring.has_free:
                     break
@@ -220,7 +223,7 @@ class Engine:
         """Whether the page travels through a slot when it is next begun, unless another leaves for it."""
         return page.staged and self._residents.slot(page) is None and not self.zero_copy
 
-    def _has_to_come(self, page: Page) -> bool:
+    def has_to_come(self, page: Page) -> bool:
         """Whether the page has to be copied before it can be begun."""
         if not page.staged or self._residents.slot(page) is not None or self._staging.slot(page) is not None:
             return False

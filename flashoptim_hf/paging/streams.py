@@ -138,6 +138,9 @@ class Backend(ABC):
         `nbytes` of state are read and written, over the link to the host where `linked`: for a device that only models time.
         """
 
+    def used(self, tensor: Tensor) -> None:  # noqa: B027 (most backends run everything at once)
+        """What is queued on the compute stream uses this memory: it is not given away before, whichever stream it was allocated on."""
+
     @abstractmethod
     def record(self, stream: Stream) -> Event:
         """An event that is reached when everything queued on the stream so far is done."""
@@ -289,6 +292,10 @@ class AcceleratorBackend(Backend):
     def launch(self, fn: Callable[[], None], *, nbytes: int = 0, linked: bool = False) -> None:  # noqa: ARG002
         with self._on_device():
             fn()
+
+    def used(self, tensor: Tensor) -> None:
+        # where it was allocated on this stream, the allocator makes nothing of it
+        tensor.record_stream(self._stream("compute"))
 
     def record(self, stream: Stream) -> Event:
         event = self._api.Event(enable_timing=True)
