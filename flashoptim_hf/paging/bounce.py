@@ -48,11 +48,25 @@ class Bounce:
         self._backend = backend
         self._loads: deque[Passage] = deque()
         self._landings: deque[Passage] = deque()
+        self._spare: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
         """Host memory that the buffers take."""
-        return sum(passage.buffer.numel() for passage in (*self._loads, *self._landings))
+        buffers = [*self._spare, *(passage.buffer for passage in (*self._loads, *self._landings))]
+        return sum(buffer.numel() for buffer in buffers)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take the memory that pages of up to so many bytes need, so that it does not run out half-way.
+
+        Raises:
+            HostMemoryError: it cannot be had.
+        """
+        passages = (*self._loads, *self._landings)
+        if any(buffer.numel() < nbytes for buffer in (*self._spare, *(passage.buffer for passage in passages))):
+            self.clear()
+        missing = 2 * BUFFERS - len(self._spare) - len(self._loads) - len(self._landings)
+        self._spare += [self._backend.host_empty(nbytes) for _ in range(missing)]
 
     def load(self, page: Page) -> Passage:
         """Copy a page into the next buffer. Whoever queues copies from there sets `event`."""
@@ -78,6 +92,7 @@ class Bounce:
             self._wait(passage, "in")
         self._loads.clear()
         self._landings.clear()
+        self._spare.clear()
 
     def _land_page(self, page: Page) -> None:
         """Bring home what is under way of one page, oldest first."""
@@ -95,6 +110,8 @@ class Bounce:
             else:
                 self._wait(oldest, stream)
             buffer = passages.popleft().buffer
+        elif self._spare:
+            buffer = self._spare.pop()
         if buffer is None or buffer.numel() < page.slot_bytes:
             buffer = self._backend.host_empty(page.slot_bytes)
         passages.append(Passage(page, buffer))
