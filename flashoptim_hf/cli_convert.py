@@ -38,13 +38,15 @@ def run(
     if target.exists():
         raise CheckpointError(f"{target} exists already, and nothing is overwritten. Choose another name.")
     file = files.locate(source)
-    state = files.read(file)
-    lines, result = convert_state(state, to, codec, bits, weight_dtype, file.parent)
+    results: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    for one in (file, *(files.companions(file) if source.is_dir() else ())):
+        said, results[one.name] = convert_state(files.read(one), to, codec, bits, weight_dtype, one.parent)
+        lines += said if one is file else [f"{one.name}: {line}" for line in said]
     if source.is_dir():
-        _write_folder(source, file.name, target, result)
+        _write_folder(source, target, results)
     else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        files.write(result, target)
+        files.write(results[file.name], target)
     for line in lines:
         typer.echo(line)
     typer.echo(f"written to {target}")
@@ -79,11 +81,11 @@ def convert_state(
     mine, notes = convert.to_ours(state)
     dtype = dtypes[weight_dtype] if weight_dtype else files.weight_dtypes(folder) if to == "flashoptim" else None
     result, more = convert.from_ours(mine, to, bits=bits, weight_dtype=dtype)
-    return [f"{found} -> {convert.recognise(result)}", *notes, *more], result
+    return [f"{found} -> {convert.recognise(result) or to}", *notes, *more], result
 
 
-def _write_folder(source: Path, name: str, target: Path, state: dict[str, Any]) -> None:
-    """A copy of a checkpoint with another optimizer state, whole or not at all.
+def _write_folder(source: Path, target: Path, states: dict[str, dict[str, Any]]) -> None:
+    """A copy of a checkpoint with other optimizer states (name of the file -> state dict), whole or not at all.
 
     Raises:
         CheckpointError: the source's mark does not fit its files, or the copy cannot be written.
@@ -96,12 +98,13 @@ def _write_folder(source: Path, name: str, target: Path, state: dict[str, Any]) 
     if fault is not None:
         raise CheckpointError(f"{source} is not whole, so it is not converted: {fault}")
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    part.parent.mkdir(parents=True, exist_ok=True)
     try:
-        shutil.copytree(source, part, ignore=lambda folder, _: [name, complete.MARK] if Path(folder) == source else [])
-        files.write(state, part / name)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, part, ignore=lambda folder, _: [*states, complete.MARK] if Path(folder) == source else [])
+        for name, state in states.items():
+            files.write(state, part / name)
         if mark is not None:
-            steps = [int(values["step"]) for values in state["state"].values() if "step" in values]
+            steps = [int(values["step"]) for state in states.values() for values in state["state"].values() if "step" in values]
             complete.seal(part, mark["step"], max(steps, default=None))
         os.replace(part, target)
     except OSError as error:

@@ -25,6 +25,9 @@ def run(
     state = files.read(file)
     found = convert.recognise(state)
     console.print(f"{file}, {format_bytes(file.stat().st_size)}", soft_wrap=True)
+    if checkpoint.is_dir() and files.companions(file):
+        others = ", ".join(path.name for path in files.companions(file))
+        console.print(f"beside:   {others}; name one of them to look into it", soft_wrap=True)
     console.print(f"complete: {completeness(checkpoint)}", soft_wrap=True)
     console.print(f"format:   {found or convert.unknown(state)}" + format_version(state), soft_wrap=True)
     for number, group in enumerate(state["param_groups"]):

@@ -3,7 +3,7 @@
     accelerate launch --config_file configs/accelerate/single_gpu.yaml recipes/accelerate_loop.py \
         --model_name_or_path .demo/model --dataset .demo/train.jsonl --output_dir .demo/loop
 
-Options come as flags or from one YAML file (`--config FILE`). `--resume true` goes on from the last checkpoint, bit for bit. Several
+Options come as flags or from one YAML file (`--config FILE`). `--resume true` goes on from the last complete one, bit for bit. Several
 processes are DDP, and with configs/accelerate/fsdp2_full.yaml FSDP2; on CPUs: torchrun --nproc-per-node 2 recipes/accelerate_loop.py ...
 """
 
@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, get_scheduler
 from trl import TrlParser
 
-from flashoptim_hf import FlashAdamW
+from flashoptim_hf import FlashAdamW, last_complete_checkpoint
+from flashoptim_hf.trainer import complete
 
 
 @dataclass
@@ -34,7 +35,7 @@ class LoopConfig:
     output_dir: str = field(default="run", metadata={"help": "Checkpoints go here."})
     max_steps: int = field(default=100, metadata={"help": "Optimizer steps in all."})
     save_steps: int = field(default=50, metadata={"help": "Optimizer steps between checkpoints."})
-    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
+    resume: bool = field(default=False, metadata={"help": "Go on from the last complete checkpoint in output_dir."})
     learning_rate: float = field(default=1e-5, metadata={"help": "Highest learning rate."})
     warmup_steps: int = field(default=5, metadata={"help": "Steps from 0 to it; then down along a cosine."})
     weight_decay: float = field(default=0.0, metadata={"help": "Decoupled weight decay."})
@@ -47,12 +48,13 @@ class LoopConfig:
     use_cpu: bool = field(default=not torch.accelerator.is_available(), metadata={"help": "Train on the CPU."})
 
 
-def save(accelerator: Accelerator, folder: Path) -> None:
-    """Save under another name and rename at the end, so that a folder with a checkpoint's name is complete."""
+def save(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Save under another name, mark it complete with the checksum of every file, and rename it at the end."""
     part = folder.with_name(f"{folder.name}.part")
     accelerator.save_state(str(part), safe_serialization=False)  # tied weights stay tied
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        complete.seal(part, step)
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
         os.replace(part, folder)
     accelerator.wait_for_everyone()
@@ -80,11 +82,12 @@ def main() -> None:
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
     output = Path(config.output_dir)
-    step = max((int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if path.suffix != ".part"), default=0)
-    if not config.resume:
-        step = 0
-    elif step:
-        accelerator.load_state(str(output / f"checkpoint-{step}"))
+    folder = last_complete_checkpoint(output) if config.resume else None
+    step = int(folder.rpartition("-")[2]) if folder else 0
+    if folder:
+        accelerator.load_state(folder)
+    elif config.resume and complete.checkpoints(output):
+        raise SystemExit(f"none of the checkpoints in {output} is complete and whole: choose another output_dir, or leave out resume.")
     steps_per_epoch = -(-len(loader) // accumulation)
     model.train()
     while step < config.max_steps:
@@ -108,7 +111,7 @@ def main() -> None:
             accelerator.print(f"step {step}: loss {mean!r}")
             losses = []
             if step % config.save_steps == 0 or step == config.max_steps:
-                save(accelerator, output / f"checkpoint-{step}")
+                save(accelerator, output / f"checkpoint-{step}", step)
             if step == config.max_steps:
                 break
     accelerator.end_training()

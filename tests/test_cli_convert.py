@@ -157,7 +157,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(folder, tmp_path, monkeypatch):
 def test_inspect_tells_what_is_in_it(folder):
     said = call("inspect", folder)
     assert "complete: yes, marked" in said
-    assert "format: flashoptim_hf FlashAdamW, format 1; codec softsign; master_bits 24; weights mixed" in said
+    assert "format: flashoptim_hf FlashAdamW, format 1; codec softsign; master_bits 24; weights bfloat16+float32" in said
     assert "steps: 3" in said
     assert re.search(r"correction │ 80 ", said)
     assert re.search(r"exp_avg_sq │ 150 ", said)
@@ -181,3 +181,46 @@ def test_the_estimated_error_is_that_of_an_encode(codec):
         old, new = (value, again) if one.signed else (value.sqrt(), again.sqrt())
         true = float((new - old).norm() / old.norm())
         assert estimate == pytest.approx(true, rel=1 / 3, abs=1e-12), one.name
+
+
+def test_every_optimizer_of_an_accelerate_folder_is_converted(tmp_path):
+    """Accelerate numbers them; one that stayed in another format would be loaded for floats later."""
+    place = tmp_path / "two optimizers"
+    place.mkdir()
+    for name in ("optimizer.bin", "optimizer_1.bin"):
+        saved(place / name)
+    said = call("convert", place, tmp_path / "there", "--to", "adamw_torch")
+    assert "optimizer_1.bin: flashoptim_hf FlashAdamW -> torch AdamW" in said
+    for name in ("optimizer.bin", "optimizer_1.bin"):
+        assert recognise(files.read(tmp_path / "there" / name)) == ("torch", "adamw")
+    assert "optimizer_1.bin; name one of them" in call("inspect", place)
+    assert "converted" not in call("convert", place / "optimizer_1.bin", tmp_path / "one.bin", "--to", "adamw_torch")
+    assert recognise(files.read(tmp_path / "one.bin")) == ("torch", "adamw")
+
+
+def test_a_newer_format_is_refused_by_number(tmp_path):
+    source = saved(tmp_path / "o.pt")
+    state = torch.load(source)
+    state["param_groups"][0]["flashoptim_format"] = 7
+    torch.save(state, source)
+    assert "format 7" in call("convert", source, tmp_path / "x.pt", "--to", "adamw_torch", code=2)
+    assert "format 7, and this version reads formats up to 1" in call("inspect", source, code=2)
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    source = saved(tmp_path / "o.pt")
+    assert "could not be written" in call("convert", source, source / "x.pt", "--to", "adamw_torch", code=2)
+    (tmp_path / "bytes").write_bytes(b"hello")
+    assert "KeyError" in call("inspect", tmp_path / "bytes", code=2)
+
+
+def test_parameters_without_elements_are_shown(tmp_path):
+    params = [nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(70))]
+    optimizer = FlashAdamW(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    said = call("inspect", tmp_path / "o.pt")
+    assert "0x3" in said
+    assert "nan" not in said

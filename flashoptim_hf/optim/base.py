@@ -168,6 +168,7 @@ class FlashOptimizer(Optimizer):
 
         Raises:
             CheckpointError: the state does not fit; nothing has been changed.
+            HostMemoryError: there is no host memory for it; nothing has been changed.
         """
         if self._release is not None:
             self._release.discard()
@@ -178,7 +179,8 @@ class FlashOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        state = {param: dict(values) for param, values in self.state.items()}
+        # copies: pickle would write the whole pool for each view of it
+        state = {param: checkpoint.copied(values) for param, values in self.state.items()}
         return {"defaults": self.defaults, "state": state, "param_groups": self.param_groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

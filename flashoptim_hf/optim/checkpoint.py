@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,9 @@ from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..errors import CheckpointError, ConfigurationError
 from . import convert, sharded
-from .layout import CORRECTION, STEP, Record, codec_views, local
-from .options import PLACEMENT, STORAGE
-from .sources import DTYPE_KEY, FORMAT, FORMAT_KEY
+from .layout import CORRECTION, STEP, PoolKey, Record, codec_views, local, pool_key
+from .options import PLACEMENT, STORAGE, check_group
+from .sources import DTYPE_KEY, FORMAT, FORMAT_KEY, check_form, corrected_dtype, weight_dtypes
 
 if TYPE_CHECKING:
     from .base import FlashOptimizer
@@ -43,20 +43,25 @@ def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]
     for key, values in saved["state"].items():
         if isinstance(values, dict):
             # a copy also cuts each tensor out of the pool it is a view of: torch.save would write the whole pool
-            saved["state"][key] = {name: _copy(value) for name, value in values.items()}
+            saved["state"][key] = copied(values)
             if id(values) in owners:
                 param, record = owners[id(values)]
                 saved["state"][key] = sharded.outgoing(param, record.pool.fmt.codec, saved["state"][key])
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        group.update(copied({name: value for name, value in group.items() if name != "params"}))  # a learning rate may be a tensor
         group[FORMAT_KEY] = FORMAT
         # what a correction means depends on the weight's dtype, which no file with the state alone would tell
-        dtypes = {str(param.dtype).removeprefix("torch.") for param in own["params"]}
-        group[DTYPE_KEY] = dtypes.pop() if len(dtypes) == 1 else "mixed"
+        group[DTYPE_KEY] = weight_dtypes(own["params"])
     return saved
 
 
-def _copy(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value) if isinstance(value, Tensor) else deepcopy(value)
+@torch.no_grad()
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with every tensor a copy of its own on the CPU, which shares memory with no other."""
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value) if isinstance(value, Tensor) else deepcopy(value)
+        for name, value in values.items()
+    }
 
 
 @torch.no_grad()
@@ -64,27 +69,34 @@ def load(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> None:
     """Check everything, then replace options and state. See `FlashOptimizer.load_state_dict`.
 
     Raises:
-        CheckpointError: names the parameter, both shapes or both formats. Nothing has been changed.
+        CheckpointError: names the parameter, both shapes or both formats.
+        HostMemoryError: there is no host memory for the state. Nothing has been changed in either case.
     """
-    state_dict = state_dict.copy()
+    state_dict = copy(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         result = before(optimizer, state_dict)
         if result is not None:
             state_dict = result
 
+    check_form(state_dict)
     state_dict, message = convert.for_loading(optimizer, state_dict)
     saved_groups = deepcopy(state_dict["param_groups"])
     matched = _match(optimizer, saved_groups)
+    groups = [_merged(optimizer, number, saved) for number, saved in enumerate(saved_groups)]
     incoming: dict[Tensor, _Incoming] = {}
     extra: dict[Any, Any] = {}
     for key, values in state_dict["state"].items():
-        if key not in matched:
-            extra[key] = values
-        elif values:
+        if key in matched and values:
             param, name, saved_group = matched[key]
             incoming[param] = _Incoming(optimizer, param, name, values, saved_group)
+        elif key not in matched:
+            if isinstance(key, int):  # the number of a parameter; an algorithm's common state has a name
+                raise CheckpointError(f"the state has an entry for parameter {key}, which is in none of its groups: it is damaged.")
+            extra[key] = deepcopy(values)  # the file may be mapped, and be overwritten later
+    _check_memory(optimizer, incoming, groups)
 
-    _replace_groups(optimizer, saved_groups)
+    for group, merged in zip(optimizer.param_groups, groups, strict=True):
+        group.update(merged)
     _replace_state(optimizer, incoming, message)
     optimizer.state.update(extra)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -121,7 +133,12 @@ class _Incoming:
                 f"no codec that is known here ({error})"
             ) from None
         self.moved = False
-        self.foreign = group.get(DTYPE_KEY, "mixed") not in ("mixed", str(param.dtype).removeprefix("torch."))
+        self.foreign = corrected_dtype(group) not in (None, str(param.dtype).removeprefix("torch."))
+        odd = [
+            key for key in (STEP, CORRECTION, *(plane.name for plane in self.codec.planes)) if key in values and not _is_entry(key, values)
+        ]
+        if odd:
+            raise CheckpointError(f"the state of {name} has {', '.join(odd)} in a form that no version writes: it is damaged.")
         if STEP in values:
             self.values, self.moved = sharded.incoming(param, self.codec, values, int(values[STEP]))
             values = self.values
@@ -146,6 +163,11 @@ class _Incoming:
                 f"{name} has shape {tuple(shape)}, and its saved correction has shape {tuple(correction.shape)}, {correction.dtype}."
             )
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether its corrections have 16 bits."""
+        return CORRECTION in self.values and self.values[CORRECTION].dtype == CORRECTION_DTYPE[32]
+
     def write(self, record: Record) -> bool:
         """Copy into the record's planes; True where the states had to be decoded and encoded again."""
         target = record.pool.fmt.codec
@@ -166,6 +188,11 @@ class _Incoming:
         return not same
 
 
+def _is_entry(name: str, values: Mapping[str, Any]) -> bool:
+    value = values[name]
+    return isinstance(value, Tensor) and (name != STEP or value.numel() == 1)
+
+
 def _states(optimizer: FlashOptimizer, group: Mapping[str, Any]) -> tuple[State, ...]:
     """The states that a saved group keeps; options that it lacks, as another optimizer's groups may, are this optimizer's own."""
     return optimizer.rule.serving({**optimizer.defaults, **group}).states
@@ -182,11 +209,6 @@ def _names(optimizer: FlashOptimizer) -> list[list[str]]:
 def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dict[Any, tuple[Tensor, str, dict[str, Any]]]:
     """Saved parameter id -> (parameter, its name, saved group): by name where both sides know names, else by position."""
     groups = optimizer.param_groups
-    for group in saved_groups:
-        if group.get(FORMAT_KEY, FORMAT) > FORMAT:
-            raise CheckpointError(
-                f"this state has format {group[FORMAT_KEY]}, and this version reads formats up to {FORMAT}. Install a newer flashoptim-hf."
-            )
     if len(groups) != len(saved_groups):
         raise CheckpointError(f"the state has {len(saved_groups)} parameter groups, and this optimizer has {len(groups)}.")
     names = _names(optimizer)
@@ -217,11 +239,36 @@ def _few(names: Any, limit: int = 5) -> str:
     return (", ".join(names[:limit]) or "none") + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _replace_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> None:
-    """Take over every saved option except where and how this optimizer stores its state."""
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        kept = {name: group[name] for name in (*STORAGE, "params", "param_names") if name in group}
-        group.update({name: value for name, value in saved.items() if name not in kept and name not in (FORMAT_KEY, DTYPE_KEY, *PLACEMENT)})
+def _merged(optimizer: FlashOptimizer, number: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options after loading: every saved one except where and how this optimizer stores its state.
+
+    Raises:
+        CheckpointError: names the group and an option with a value that cannot be.
+    """
+    own = optimizer.param_groups[number]
+    kept = {name for name in (*STORAGE, "params", "param_names") if name in own} | {FORMAT_KEY, DTYPE_KEY, *PLACEMENT}
+    taken = {name: value for name, value in saved.items() if name not in kept}
+    for name, value in taken.items():
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
+            taken[name] = value.to(own[name].device)  # a learning rate stays where a compiled step reads it
+    group = {**own, **taken}
+    try:
+        check_group(group, optimizer.defaults)
+        optimizer.check_group(group)
+    except (ConfigurationError, TypeError, ValueError) as error:
+        raise CheckpointError(f"group {number} of the state cannot be taken over: {error}") from error
+    return group
+
+
+def _check_memory(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming], groups: list[dict[str, Any]]) -> None:
+    """Look whether the host has memory for what is going to be made. Raises `HostMemoryError`."""
+    wanted: dict[PoolKey, list[Tensor]] = {}
+    for group in groups:
+        for param in group["params"]:
+            if param in incoming and param not in optimizer._layout.records:
+                key = pool_key(param, group, optimizer.rule, incoming[param].is_wide)
+                wanted.setdefault(key, []).append(param)
+    optimizer._layout.check_host(wanted)
 
 
 def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming], message: str | None = None) -> None:
@@ -235,8 +282,7 @@ def _replace_state(optimizer: FlashOptimizer, incoming: dict[Tensor, _Incoming],
     optimizer.state = defaultdict(dict)
     layout.promoted.clear()
     for param, entry in incoming.items():
-        correction = entry.values.get(CORRECTION)
-        if groups[param]["master_bits"] == "auto" and correction is not None and correction.dtype == CORRECTION_DTYPE[32]:
+        if groups[param]["master_bits"] == "auto" and entry.is_wide:
             layout.promoted.add(param)
     layout.ensure((param, groups[param]) for param in incoming)
     recoded = [entry for param, entry in incoming.items() if entry.write(layout.records[param])]

@@ -18,7 +18,7 @@ from ..codecs.weight_split import copy_correction
 from ..errors import CheckpointError, ConfigurationError
 from . import foreign, groups, sharded
 from .layout import CORRECTION, STEP
-from .sources import DTYPE_KEY, FORMAT, FORMAT_KEY, STATES, Source, entries_of, recognise, unknown
+from .sources import DTYPE_KEY, FORMAT, FORMAT_KEY, STATES, Source, check_form, corrected_dtype, entries_of, recognise, unknown
 
 if TYPE_CHECKING:
     from .base import FlashOptimizer
@@ -50,6 +50,7 @@ def to_ours(state_dict: Mapping[str, Any], storage: Sequence[tuple[str, bool]] |
     Raises:
         CheckpointError: not a known state, damaged, or with options that mean another algorithm (amsgrad, maximize).
     """
+    check_form(state_dict)
     source = recognise(state_dict)
     if source is None:
         raise CheckpointError(unknown(state_dict))
@@ -179,17 +180,19 @@ def from_ours(
         raise ConfigurationError(f"target {target!r} is not known; choose one of {', '.join(TARGETS)}.")
     if bits not in (8, 32):
         raise ConfigurationError(f"bits={bits!r}: bitsandbytes stores states in 8 or 32 bits.")
+    check_form(state_dict)
     source = recognise(state_dict)
     if source is None or source.package != "flashoptim_hf":
         raise CheckpointError(f"this is {source or 'no known state'}, not a state of flashoptim_hf; use to_ours first.")
     fits = {"adamw_torch": ("adamw",), "sgd": ("sgd",)}.get(target, tuple(STATES))
     if source.algorithm not in fits:
-        raise CheckpointError(f"this is a state of {source}, and {target} runs another algorithm; {_ways_out(source.algorithm)}.")
+        raise CheckpointError(f"this is a state of {source}, and {target} runs another algorithm; {ways_out(source.algorithm)}.")
     notes: list[str] = []
     state: dict[Any, Any] = {}
     mapped = []
     for saved in state_dict["param_groups"]:
-        entries = {key: state_dict["state"][key] for key in saved["params"] if state_dict["state"].get(key)}
+        states = _states(source.algorithm, saved)
+        entries = {key: _whole(state_dict["state"][key], states, saved) for key in saved["params"] if state_dict["state"].get(key)}
         wide = any(getattr(values.get(CORRECTION), "dtype", None) == torch.int16 for values in entries.values())
         mapped.append(groups.outgoing(source.algorithm, target, saved, wide, notes))
         for key, values in entries.items():
@@ -201,7 +204,18 @@ def from_ours(
     return {"state": state, "param_groups": mapped}, notes
 
 
-def _ways_out(algorithm: str) -> str:
+def _whole(values: Mapping[str, Any], states: tuple[State, ...], group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter's values with 16-bit corrections that were gathered from several ranks, as pairs of bytes, put together."""
+    correction = values.get(CORRECTION)
+    if not isinstance(correction, Tensor) or correction.dtype != torch.int8 or sharded.is_sharded(correction):
+        return values
+    dims = values[states[0].name].dim() if states and states[0].name in values else None
+    pairs = group.get("master_bits") == 32 if dims is None else correction.dim() == dims + 1
+    return {**values, CORRECTION: sharded.joined(correction)} if pairs else values
+
+
+def ways_out(algorithm: str) -> str:
+    """For messages: what an algorithm's state can be converted to."""
     names = {"adamw": "adamw_torch, bitsandbytes", "lion": "bitsandbytes", "sgd": "sgd, bitsandbytes"}
     return f"its state can go to {names[algorithm]} or flashoptim"
 
@@ -210,8 +224,9 @@ def _weight_dtype(saved: Mapping[str, Any], values: Mapping[str, Any], target: s
     """The dtype of a parameter's weight, which is not in its state. Only flashoptim's form depends on it."""
     if target != "flashoptim":
         return torch.float32
-    name = saved.get(DTYPE_KEY, "mixed")
-    if name != "mixed":
+    names = str(saved.get(DTYPE_KEY, "mixed")).split("+")
+    name = names[0] if len(names) == 1 and names != ["mixed"] else corrected_dtype(saved) if CORRECTION in values else None
+    if name is not None:
         return getattr(torch, name)
     if CORRECTION not in values and saved.get("master_bits") is not None:
         return torch.float32  # every 16-bit weight of the group has a correction
@@ -243,15 +258,18 @@ def decode(algorithm: str, values: Mapping[str, Any], group: Mapping[str, Any]) 
         return (), {}
     shape = values[codec.planes[0].name].shape
     # constants may come in runs, the form that jobs of one process of torch.distributed save
-    planes, _ = sharded.incoming(torch.empty(shape, device="meta"), codec, values, int(values[STEP]))
+    whole = torch.empty(shape, device="meta")
+    planes, moved = sharded.incoming(whole, codec, values, int(values[STEP]))
     for plane in codec.planes:
         if planes[plane.name].dtype != plane.dtype or planes[plane.name].numel() != plane.entries(shape.numel()):
             raise CheckpointError(
                 f"{plane.name} of a parameter of shape {tuple(shape)} has {planes[plane.name].numel()} entries of "
                 f"{planes[plane.name].dtype}, and {plane.entries(shape.numel())} of {plane.dtype} are needed: it is damaged."
             )
-    flat = [planes[plane.name].reshape(-1) for plane in codec.planes]
-    decoded = codec.decode(flat, shape.numel())
+    if moved:  # groups of several ranks: what they hold is known without the one more encode
+        decoded = tuple(sharded.decoded(whole, codec, values))
+    else:
+        decoded = codec.decode([planes[plane.name].reshape(-1) for plane in codec.planes], shape.numel())
     return tuple(value.view(shape) for value in decoded), {plane.name: planes[plane.name] for plane in codec.planes}
 
 

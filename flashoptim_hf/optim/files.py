@@ -41,6 +41,11 @@ def locate(path: Path) -> Path:
     raise CheckpointError(f"{path} holds no optimizer state: there is neither {' nor '.join(NAMES)} in it (save_only_model=True?).")
 
 
+def companions(file: Path) -> list[Path]:
+    """States of further optimizers beside `file` in a folder of Accelerate, which numbers them: optimizer_1.bin, ..."""
+    return sorted(path for path in file.parent.glob(f"{file.stem}_*{file.suffix}") if path.is_file())
+
+
 def read(path: Path) -> dict[str, Any]:
     """The state dict in a file, on the CPU. Only tensors and plain numbers are read, and torchao's state tensors where it is installed.
 
@@ -50,7 +55,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         state = load(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
+        said = (str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__} {error}").splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {said}. It is damaged, was cut off, or is not what torch.save writes.") from error
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         keys = list(state)[:5] if isinstance(state, Mapping) else type(state).__name__
@@ -105,18 +110,19 @@ def write(state: Mapping[str, Any], path: Path) -> None:
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as stream:
             torch.save(dict(state), stream)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, path)
     except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
-        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-        raise CheckpointError(
-            f"{path} could not be written ({str(error).splitlines()[0]}): about {format_bytes(nbytes(state))} are needed, and "
-            f"{format_bytes(free)} are free there."
-        ) from error
+        room = ""
+        if path.parent.is_dir():
+            part.unlink(missing_ok=True)
+            room = f", and {format_bytes(shutil.disk_usage(path.parent).free)} are free there"
+        said = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} could not be written ({said}): about {format_bytes(nbytes(state))} are needed{room}.") from error
 
 
 def nbytes(state: Mapping[str, Any]) -> int:

@@ -112,14 +112,15 @@ def incoming(param: Tensor, codec: Codec, values: Mapping[str, Any], step: int) 
             continue
         value = _in(param, value, groups.get(name))
         pairs = name == CORRECTION and value.dtype == torch.int8 and value.shape[-1:] == (2,) and value.dim() == param.dim() + 1
-        found[name] = value.reshape(-1).view(torch.int16).view(value.shape[:-1]) if pairs else value
+        found[name] = joined(value) if pairs else value
     runs = [name for name in groups if isinstance(found.get(name), Tensor) and found[name].dim() == 2]
-    if not runs:
-        return found, False
     _, row = _rows(param.shape)
     numel = local(param).numel()
+    codes = [found.get(plane.name) for plane in codec.planes if plane.group == 1]
+    if not runs or len(runs) < len(groups) or any(not isinstance(code, Tensor) or code.numel() != numel for code in codes):
+        return found, False  # no runs; or a part is missing or of another size, which the caller names
     exact = True
-    joined = dict(found)
+    grouped = dict(found)
     for name in runs:
         group, run = groups[name], _run(row, groups[name])
         flat = found[name].reshape(-1)
@@ -127,8 +128,13 @@ def incoming(param: Tensor, codec: Codec, values: Mapping[str, Any], step: int) 
             return found, False  # another shape: the caller names it
         first = flat[(torch.arange(-(-numel // group), device="cpu") * group) // run]
         exact = exact and torch.equal(_bits(first.repeat_interleave(group // run)[: flat.numel()]), _bits(flat))
-        joined[name] = first
-    return (joined, False) if exact else (_encode_anew(codec, found, groups, row, numel, step), True)
+        grouped[name] = first
+    return (grouped, False) if exact else (_encode_anew(codec, found, row, numel, step), True)
+
+
+def joined(pairs: Tensor) -> Tensor:
+    """int16 corrections from their pairs of int8, one dimension less."""
+    return pairs.contiguous().view(-1).view(torch.int16).view(pairs.shape[:-1])
 
 
 def _bits(value: Tensor) -> Tensor:
@@ -158,9 +164,15 @@ def _in(param: Tensor, value: Tensor, group: int | None) -> Tensor:
     return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
-def _encode_anew(codec: Codec, found: dict[str, Any], groups: dict[str, int], row: int, numel: int, step: int) -> dict[str, Any]:
-    """Decode every element with the constants of its run, and encode in the groups of this shard."""
-    run = min(_run(row, group) for group in groups.values())
+def decoded(param: Tensor, codec: Codec, values: Mapping[str, Any]) -> list[Tensor]:
+    """fp32 states in the shape of a parameter that is not sharded, from whole values whose constants come in runs."""
+    found = {name: value.detach().cpu() for name, value in values.items() if isinstance(value, Tensor)}
+    return [value.view(param.shape) for value in _decode_runs(codec, found, _rows(param.shape)[1], param.numel())]
+
+
+def _decode_runs(codec: Codec, found: Mapping[str, Any], row: int, numel: int) -> list[Tensor]:
+    """Decode every element with the constants of its run: one flat fp32 tensor for each state."""
+    run = min(_run(row, plane.group) for plane in codec.planes if plane.group > 1)
     parts: list[list[Tensor]] = []
     for start in range(0, numel // run, _RUNS_AT_ONCE):
         stop = min(start + _RUNS_AT_ONCE, numel // run)
@@ -176,7 +188,12 @@ def _encode_anew(codec: Codec, found: dict[str, Any], groups: dict[str, int], ro
                 planes.append(flat[(torch.arange(start, stop, device="cpu") * run) // _run(row, plane.group)])
         decoded = codec.decode(planes, (stop - start) * codec.group)
         parts.append([value.view(stop - start, codec.group)[:, :run].reshape(-1) for value in decoded])
-    values = [torch.cat(column) for column in zip(*parts, strict=True)]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def _encode_anew(codec: Codec, found: dict[str, Any], row: int, numel: int, step: int) -> dict[str, Any]:
+    """Decode every element, and encode in the groups of this shard."""
+    values = _decode_runs(codec, found, row, numel)
     planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype, device="cpu") for plane in codec.planes]
     codec.encode(values, planes, step=step)
     shapes = {plane.name: found[plane.name].shape for plane in codec.planes if plane.group == 1}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ..codecs.base import State
+from ..errors import CheckpointError
 from . import foreign
 
 FORMAT_KEY = "flashoptim_format"
 FORMAT = 1
 DTYPE_KEY = "weight_dtype"
-"""dtype of a group's weights when it was saved, or "mixed"."""
+"""dtype of a group's weights when it was saved; of several, the names with "+" between; "mixed" where it is not known."""
 
 STATES = {
     "adamw": (State("exp_avg", signed=True), State("exp_avg_sq", signed=False)),
@@ -31,6 +34,36 @@ class Source(NamedTuple):
     def __str__(self) -> str:
         name = _NAMES[self.algorithm]
         return f"{self.package} {'Flash' if self.package.startswith('flashoptim') else ''}{name}"
+
+
+def weight_dtypes(params: Iterable[Tensor]) -> str:
+    """What stands under `DTYPE_KEY` for a group with these parameters."""
+    return "+".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})) or "mixed"
+
+
+def corrected_dtype(group: Mapping[str, Any]) -> str | None:
+    """Name of the dtype of those weights of a saved group that have corrections; None where the group does not tell."""
+    names = set(str(group.get(DTYPE_KEY, "mixed")).split("+")) - {"float32"}
+    return names.pop() if len(names) == 1 and "mixed" not in names else None
+
+
+def check_form(state_dict: Any) -> None:
+    """Refuse what is no optimizer's state dict, or one of a newer version of this package.
+
+    Raises:
+        CheckpointError: says what it is instead.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        keys = ", ".join(map(str, list(state_dict)[:5])) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise CheckpointError(f"this is no optimizer's state dict, which has 'state' and 'param_groups', but {keys or 'empty'}.")
+    for group in state_dict["param_groups"]:
+        version = group.get(FORMAT_KEY, FORMAT) if isinstance(group, Mapping) else None
+        if not isinstance(version, int) or not isinstance(group.get("params"), list | tuple):
+            raise CheckpointError("a parameter group of this state has no list of parameters, or no number as its format: it is damaged.")
+        if version > FORMAT:
+            raise CheckpointError(
+                f"this state has format {version}, and this version reads formats up to {FORMAT}. Install a newer flashoptim-hf."
+            )
 
 
 def recognise(state_dict: Mapping[str, Any]) -> Source | None:

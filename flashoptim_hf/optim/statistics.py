@@ -58,7 +58,7 @@ def of_state(state_dict: Mapping[str, Any], algorithm: str, key: Any, group: Map
         size = value.flatten()[:MOST].abs()
         there = size[size > 0]
         low, high = (float(there.min()), float(there.max())) if there.numel() else (0.0, 0.0)
-        zeros = 1 - there.numel() / max(size.numel(), 1)
+        zeros = 1 - there.numel() / size.numel() if size.numel() else 0.0
         rows.append(Statistics(one.name, tuple(value.shape), int(found[STEP]), low, high, zeros, error))
     return rows
 
@@ -76,7 +76,7 @@ def encode_errors(codec: Codec, planes: list[Tensor]) -> list[float | None]:
     errors: list[float | None] = []
     for number, one in enumerate(codec.states):
         where = next(i for i, plane in enumerate(codec.planes) if plane.name == one.name)
-        if flat[where].is_floating_point():
+        if flat[where].is_floating_point() or not count:
             errors.append(0.0)
             continue
         codes = flat[where].int()

@@ -1,5 +1,7 @@
 """When is a checkpoint complete? A mark, written last, names every file with its size and checksum; without one, files are looked into.
 
+The Trainer's checkpoints get their mark by themselves. A loop of one's own calls `seal` after `accelerator.save_state`.
+
     flashoptim_complete.json
         format            1
         step              the Trainer's step
@@ -167,14 +169,17 @@ def _differences(folder: Path, mark: dict[str, Any]) -> Iterator[str]:
 
 def _missing_parts(folder: Path, look_inside: bool = True) -> Iterator[str]:
     names = _files(folder)
-    if TRAINER_STATE not in names:
+    accelerates = TRAINER_STATE not in names and any(name.startswith("random_states_") for name in names)
+    if not accelerates and TRAINER_STATE not in names:
         yield f"{folder / TRAINER_STATE} is missing: the checkpoint was not saved to the end, or this is no checkpoint."
     if not any(name.split("/")[0].startswith("optimizer") for name in names):
+        name = "optimizer.bin" if accelerates else "optimizer.pt"
         yield (
-            f"{folder / 'optimizer.pt'} is missing: there are weights without the state of their optimizer (as save_only_model=True leaves "
-            "them), and training would go on with an empty one."
+            f"{folder / name} is missing: there are weights without the state of their optimizer (as save_only_model=True leaves them), "
+            "and training would go on with an empty one."
         )
-    for name, others in (("scheduler.pt", "scheduler.pt"), ("rng_state.pth", "rng_state")):
+    # `Accelerator.save_state` writes a scheduler only where there is one, and random states last
+    for name, others in () if accelerates else (("scheduler.pt", "scheduler.pt"), ("rng_state.pth", "rng_state")):
         if not any(other.startswith(others) for other in names):
             yield f"{folder / name} is missing: the checkpoint was not saved to the end."
     for name in names if look_inside else ():
@@ -329,6 +334,7 @@ def discard_since(folder: Path, before: dict[str, tuple[int, int]]) -> None:
     for name, state in snapshot(folder).items():
         if before.get(name) != state:
             (folder / name).unlink(missing_ok=True)
-    for path in sorted((path for path in [folder, *folder.rglob("*")] if path.is_dir()), reverse=True):
+    folders = (path for path in [folder, *folder.rglob("*")] if path.is_dir() and not path.is_symlink())
+    for path in sorted(folders, reverse=True):
         if not any(path.iterdir()):
             path.rmdir()

@@ -230,11 +230,14 @@ def resume_folder(option: Any, output_dir: str) -> Any:
 
 
 def _load_optimizer_and_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After loading: the optimizer has a state, and it is that of the Trainer's step."""
+    """After loading: the optimizer has a state, and it is that of the Trainer's step. Before: no other optimizer loads a state of ours."""
 
     @functools.wraps(original)
     def wrapper(self: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
-        if checkpoint is None or flash_optimizer(self.optimizer) is None:
+        if checkpoint is None:
+            return original(self, checkpoint, *args, **kwargs)
+        if flash_optimizer(self.optimizer) is None:
+            _refuse_codes(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))
             return original(self, checkpoint, *args, **kwargs)
         load = functools.partial(_load_on_the_host, self) if _is_plain(self, checkpoint) else functools.partial(original, self)
         try:
@@ -251,6 +254,30 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any]) -> Callable[...,
         return result
 
     return wrapper
+
+
+def _refuse_codes(optimizer: Any, path: Path) -> None:
+    """Keep torch's optimizers from taking our 8-bit codes for floats, which they would do without a word.
+
+    Raises:
+        CheckpointError: the file holds a state of this package; names both optimizers and the command that converts.
+    """
+    from ..optim import convert
+
+    try:
+        found = torch.load(path, map_location="meta", weights_only=True, mmap=True)  # the names alone, not the numbers
+        source = convert.recognise(found)
+    except Exception:
+        return  # what is wrong with another package's file is for the Trainer to say
+    if source is None or source.package != "flashoptim_hf":
+        return
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    raise CheckpointError(
+        f"{path} is a state of {source}, and {type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]} cannot read it. "
+        f"Convert the checkpoint first (flashoptim-hf convert {path.parent} NEW --to ...; {convert.ways_out(source.algorithm)}) and resume "
+        "from NEW, or go on with an optimizer of flashoptim_hf."
+    )
 
 
 def _is_plain(trainer: Any, checkpoint: str) -> bool:

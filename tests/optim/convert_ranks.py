@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 
 import pytest
@@ -9,12 +10,19 @@ import torch
 import torch.distributed as dist
 from ranks import leave
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
 
+from flashoptim_hf.cli import app
+from flashoptim_hf.codecs.base import get_codec
 from flashoptim_hf.errors import CheckpointError
+from flashoptim_hf.optim import sharded
 from flashoptim_hf.optim.adamw import FlashAdamW
 from flashoptim_hf.optim.convert import from_ours
+from flashoptim_hf.optim.foreign import read_error_bits
 
 
 def build() -> nn.Module:
@@ -38,8 +46,53 @@ def check(optimizer: FlashAdamW, states: dict[int, dict[str, torch.Tensor]], exa
                 assert (found[name] - shard).norm() <= 0.03 * shard.norm(), name
 
 
+def check_gathered(codec: str) -> None:
+    """A whole state of 16-bit weights, gathered as for FSDP2's FULL_STATE_DICT, goes into files of others and is looked into."""
+    model = build().bfloat16()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-3, codec=codec, master_bits=32)
+    for step in range(3):
+        torch.manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(8, 7).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_optimizer_state_dict(model, optimizer, options=whole)
+    expected = {}
+    for name, p in model.named_parameters():
+        local = {**optimizer.decoded_state(p), "correction": sharded.outgoing(p, get_codec("none", ()), optimizer.state[p])["correction"]}
+        like = {"device_mesh": p.device_mesh, "placements": p.placements, "run_check": False, "shape": p.shape, "stride": p.stride()}
+        expected[name] = {
+            state: value.full_tensor() if hasattr(value, "full_tensor") else DTensor.from_local(value, **like).full_tensor()
+            for state, value in local.items()
+        }
+    if dist.get_rank():
+        return
+    theirs, _ = from_ours(full, "adamw_torch")
+    flash, _ = from_ours(full, "flashoptim")
+    assert set(theirs["state"]) == set(expected)
+    for name, values in expected.items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(theirs["state"][name][state], values[state]), (codec, name, state)
+        found, dtype = read_error_bits(flash["state"][name], flash["param_groups"][0]["master_bytewidth"])
+        assert (found.dtype, dtype) == (torch.int16, torch.bfloat16)
+        assert found.any()
+        assert torch.equal(found, values["correction"].contiguous().view(torch.int16).squeeze(-1)), name
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(full, f"{folder}/optimizer.bin")
+        said = CliRunner().invoke(app, ["inspect", folder])
+        assert said.exit_code == 0, said.output
+        assert "641x7" in said.output
+        done = CliRunner().invoke(app, ["convert", f"{folder}/optimizer.bin", f"{folder}/out.bin", "--to", "bitsandbytes", "--bits", "32"])
+        assert done.exit_code == 0, done.output
+        assert torch.equal(
+            torch.load(f"{folder}/out.bin")["state"]["0.weight"]["__bnb_optimizer_quant_state__"]["state1"], expected["0.weight"]["exp_avg"]
+        )
+
+
 def main() -> None:
     dist.init_process_group("gloo")
+    for codec in ("log", "softsign", "none"):
+        check_gathered(codec)
     model = build()
     other = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):

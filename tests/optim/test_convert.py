@@ -354,9 +354,12 @@ def test_wide_corrections_and_mixed_dtypes(bits, as_bits):
         for p in params:
             p.grad = torch.randn(40, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
         optimizer.step()
+    saved = optimizer.state_dict()
+    there, _ = from_ours(saved, "flashoptim")
+    saved["param_groups"][0]["weight_dtype"] = "mixed"  # then somebody has to say it
     with pytest.raises(ConfigurationError, match="weight_dtype"):
-        from_ours(optimizer.state_dict(), "flashoptim")
-    there, _ = from_ours(optimizer.state_dict(), "flashoptim", weight_dtype=torch.bfloat16)
+        from_ours(saved, "flashoptim")
+    assert as_bits(from_ours(saved, "flashoptim", weight_dtype=torch.bfloat16)[0]) == as_bits(there)
     assert there["param_groups"][0]["master_bytewidth"] == (4 if bits == 32 else 3)
     assert there["state"][0]["error_bits"].dtype == there["state"][0]["exp_avg::scales"].dtype == torch.bfloat16
     assert there["state"][1]["exp_avg::scales"].dtype == torch.float16

