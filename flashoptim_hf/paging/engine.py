@@ -165,9 +165,9 @@ class Engine:
                 page.write_behind()
             elif page in self._in_place:
                 self._in_place.discard(page)
+                self._launch(page, closure, linked=True)
                 self.traffic.copied_in(page.nbytes)
                 self.traffic.copied_out(page.nbytes)
-                self._launch(page, closure, linked=True)
                 page.written = self._last_in_place = self.backend.record("compute")
             else:
                 slot = self._slot(page)
