@@ -20,7 +20,7 @@ from . import __version__
 from .errors import FlashOptimError
 
 PACKAGE = Path(__file__).resolve().parent
-COMMANDS = {"bench": "bench", "convert": "cli_convert", "inspect": "cli_inspect"}
+COMMANDS = {"bench": "bench", "convert": "cli_convert", "inspect": "cli_inspect", "plan": "cli_plan"}
 """Command to the module or folder that holds it, relative to the package, with "/" and without ".py"."""
 
 

@@ -25,6 +25,7 @@ RANKS = {
     "cli": 6,
     "cli_convert": 6,
     "cli_inspect": 6,
+    "cli_plan": 6,
     "run": 6,
     "": 6,  # the package's own __init__: it may use everything, and nothing below may use it
 }
