@@ -32,6 +32,11 @@ Flag = Tensor | bool | None
 """Whether gradients are not all finite: known, known to the device alone (1 or 0), not looked at."""
 
 
+def known_at_once(device: torch.device) -> bool:
+    """Whether the host may read from the device without holding it up."""
+    return device.type == "cpu"
+
+
 class Schedule:
     """What stays the same from pass to pass while the same parameters train, and what one pass learns from the one before.
 
@@ -289,7 +294,7 @@ class BackwardPass:
         found |= {id(flag): flag for flag in self._guard.look([self.plan.flat.grads[number] for number in new]).values()}
         flags = list(found.values())
         flag: Flag
-        if device.type == "cpu" or self._guard.policy == "raise":
+        if known_at_once(device) or self._guard.policy == "raise":
             flag = any(bool(value) for value in flags)
         else:
             tensors = [value for value in flags if isinstance(value, Tensor)]
@@ -320,7 +325,7 @@ class BackwardPass:
                 torch.distributed.all_reduce(marks, torch.distributed.ReduceOp.MAX, group=group)
         read = self._layout.engine(device).backend.read_later(marks)
         outcome = self._outcome(read)
-        if device.type == "cpu":
+        if known_at_once(device):
             return outcome()
         self._guard.postpone(outcome)
         return False

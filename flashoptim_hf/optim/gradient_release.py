@@ -175,6 +175,8 @@ class GradientRelease:
             if number is None:
                 return  # it came into a group after the first gradient of this pass, or left it: `step` sees to it
             if current.arrived[number]:
+                if not current.left[number]:
+                    param.grad = None  # `step` may still be called for what came before
                 raise UnsupportedError(
                     f"a second gradient came for a parameter of shape {tuple(param.shape)} before optimizer.step(), and the first one has "
                     f"been used already. {ACCUMULATION} Call optimizer.step() after every backward. Inside one backward, reentrant "

@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
-from . import processes
+from . import processes, release
 from .register import handler_of, settle
 
 logger = logging.get_logger(__name__)
@@ -73,13 +73,18 @@ class FlashOptimCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Raise `ConfigurationError` for `optim_args` that cannot work, unless the Trainer was given an optimizer and will not read it.
 
-        Raise `UnsupportedError` where processes are to work together in a way that is not served (FSDP1, DeepSpeed).
+        Raise `UnsupportedError` where processes are to work together in a way that is not served (FSDP1, DeepSpeed). What excludes
+        `gradient_release` raises too.
         """
         given = kwargs.get("optimizer")
         if given is None:
             settle(args)
-        if flash_optimizer(given) is not None or (given is None and handler_of(args) is not None):
+        flash, handler = flash_optimizer(given), handler_of(args)
+        if flash is not None or (given is None and handler is not None):
             processes.check(args)
+            options = flash.defaults if flash is not None else handler.given(args) if handler is not None else {}
+            if options.get("gradient_release"):
+                release.check(args)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Say what the optimizer state will take; refuse what `on_init_end` could not see (`optimizer_cls_and_kwargs`).
@@ -89,8 +94,14 @@ class FlashOptimCallback(TrainerCallback):
         flash = flash_optimizer(kwargs.get("optimizer"))
         if flash is not None:
             processes.check(args)
+            if flash.defaults["gradient_release"]:
+                release.check(args)
             processes.announce(args, flash)
             flash.check_host_memory()
+        release.start(flash, kwargs.get("model"))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        release.stop(flash_optimizer(kwargs.get("optimizer")))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._evaluating = False  # an evaluation that raised never reached on_evaluate
@@ -111,11 +122,16 @@ class FlashOptimCallback(TrainerCallback):
         numbers = telemetry(kwargs.get("optimizer"))
         if not numbers:
             return
+        released = flash_optimizer(kwargs.get("optimizer")).defaults["gradient_release"]  # type: ignore[union-attr]
         entry = state.log_history[-1] if state.log_history else {}
         # a Trainer that logs in its own way may not have appended this log: then the last entry is another one
         if entry.get("step") == state.global_step and all(entry.get(key) is value for key, value in logs.items()):
             entry.update(numbers)
+            if released:
+                release.strip(entry)
         logs.update(numbers)
+        if released:
+            release.strip(logs)
         self._introduce(kwargs.get("optimizer"), state)
 
     def _introduce(self, optimizer: Any, state: TrainerState) -> None:

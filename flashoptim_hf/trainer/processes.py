@@ -32,6 +32,11 @@ def check(args: Any) -> None:
     modes.check_accelerate()
 
 
+def shards(args: Any) -> bool:
+    """Whether parameters are going to be sharded with FSDP, by `TrainingArguments` or the launcher."""
+    return bool(getattr(args, "fsdp_plugin_args", None)) or _launcher_says("ACCELERATE_USE_FSDP")
+
+
 def _launcher_says(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")
 
