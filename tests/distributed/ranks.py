@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,71 @@ def an_empty_group_keeps_its_options(folder: Path) -> None:
     step(again, fresh)
     for p, q in zip(again.parameters(), model.parameters(), strict=True):
         assert resume.raw(p) == resume.raw(q)
+
+
+def released_case(**options: Any) -> resume.Case:
+    return resume.Case(FlashAdamW, {"paged": True, "page_bytes": 1024, "simulate": 3, **options})
+
+
+@check
+def gradient_release_under_fsdp2_is_step_alone(folder: Path) -> None:  # noqa: ARG001
+    """Hooks fire when a gradient has been reduced: the same bits, and nothing is left for `step`."""
+    for mode in (resume.Fsdp2, resume.AccelerateFsdp2):
+        runs = []
+        for released in (False, True):
+            run = mode(released_case(gradient_release=released), seed=0)
+            losses = [run.step(number) for number in range(3)]
+            x = torch.ones(8, 7, dtype=torch.bfloat16)
+            run.backward(run.model(x).float().square().mean())
+            left = [p.grad is not None for p in run.model.parameters()]
+            assert not any(left) if released else all(left)
+            run.optimizer.step()
+            runs.append((losses, run.everything()))
+        assert runs[0] == runs[1]
+
+
+@check
+def gradient_release_counts_alike_on_all_ranks(folder: Path) -> None:  # noqa: ARG001
+    """One bad gradient on one rank: parameters are stepped by their shards, and counts, which a checkpoint holds once, agree."""
+    run = resume.Fsdp2(released_case(gradient_release=True), seed=0)
+    first = next(iter(run.model.parameters()))
+    for number in range(4):
+        run.step(number)
+        if number == 1:
+            spoil = dist.get_rank() == 1
+            x = torch.ones(8, 7, dtype=torch.bfloat16)
+            loss = run.model(x).float().square().mean()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                (loss * (float("nan") if spoil else 1.0)).backward()
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+    steps = torch.tensor([int(values["step"]) for values in run.optimizer.state.values()])
+    same_everywhere(steps)
+    assert int(run.optimizer.state[first]["step"]) == 4, "the mean over ranks is NaN on all"
+    skipped = torch.tensor(run.optimizer.memory_report().skipped_steps)
+    same_everywhere(skipped)
+    assert skipped == 1
+
+
+@check
+def gradient_release_skips_a_shard_and_counts_the_parameter(folder: Path) -> None:  # noqa: ARG001
+    """A gradient whose bad element lies in one rank's shard: that rank leaves it out, the other does not, and both count it."""
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 64), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    optimizer = FlashAdamW([weight], gradient_release=True)
+    for number in range(3):
+        grad = torch.full((8, 64), 0.5)
+        if number == 1:
+            grad[7, 3] = float("inf")
+        before = weight._local_tensor.clone()
+        weight.grad = distribute_tensor(grad, weight.device_mesh, [Shard(0)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            optimizer.step()
+        assert torch.equal(before, weight._local_tensor) == (number == 1 and dist.get_rank() == 1)
+        assert weight.grad is None
+    assert int(optimizer.state[weight]["step"]) == 3
+    assert optimizer.memory_report().skipped_steps == 1
 
 
 def refused(sentence: str, work: Callable[[], Any]) -> None:
