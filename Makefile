@@ -1,5 +1,7 @@
 # make demo    fine-tunes a real 135M model with QLoRA and the paged 8-bit optimizer, and shows the result
 # make test    runs the test suite
+# make race    plays 20,000 random schedules of the pager, and kills 50 runs
+# make mutants breaks the pager in several ways, and shows that the schedules notice each
 # make lint | types | clean
 #
 # Each target makes its own environment in .venv, or reuses it. PYTHON=python3.12 chooses the interpreter, VENV=path another folder.
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 DEPENDENCIES := pyproject.toml constraints.txt $(wildcard flashoptim_hf/kernels/cpu/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types clean demo-assets
+.PHONY: help demo test race mutants lint types clean demo-assets
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -52,6 +54,14 @@ demo: demo-assets
 test: $(VENV)/.dev
 	@echo "==> tests, $(WORKERS) at a time"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+race: $(VENV)/.dev
+	@echo "==> random schedules on $(CORES) cores"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.race.run --workers $(CORES) $(ARGS)
+
+mutants: $(VENV)/.dev
+	@echo "==> faults in the pager"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.race.mutants
 
 lint: $(VENV)/.dev
 	@echo "==> ruff"
