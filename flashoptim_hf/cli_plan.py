@@ -148,10 +148,10 @@ def from_recipe(file: Path) -> dict[str, Any]:
 
     text = file.read_text(encoding="utf-8")
     read: dict[str, Any] = yaml.safe_load(text) or {}
-    for key in ("use_dora", "lora_modules_to_save", "use_rslora", "activation_offloading"):
-        if read.get(key) and key != "use_rslora":
+    for key in ("use_dora", "lora_modules_to_save", "activation_offloading", "load_in_8bit"):
+        if read.get(key):
             raise ConfigurationError(f"{file}: {key}={read[key]!r} is not planned.")
-    full = not read.get("use_peft", "full" not in file.parts)
+    full = not read.get("use_peft", "full_sft.py" not in text.partition("\n")[0])
     values: dict[str, Any] = {"full": full, "load_in_4bit": False if full else read.get("load_in_4bit", True)}
     names = {
         "model_name_or_path": "model",

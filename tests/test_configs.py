@@ -18,7 +18,7 @@ from flashoptim_hf.trainer import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
-FILES = sorted(path for path in CONFIGS.rglob("*") if path.is_file())
+FILES = sorted(path for path in CONFIGS.rglob("*") if path.is_file() and path.parent.name != "architectures")
 RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 

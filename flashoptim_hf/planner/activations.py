@@ -5,15 +5,14 @@ approach is that of arXiv 2205.05198, section 4.1 (activations of a transformer 
 gated feed-forward part; which tensors autograd keeps was read off transformers' modeling code and is held to measurements by
 tests/planner/test_activations.py.
 
-    two norms       16-bit output and fp32 copy of the input (fused kernels keep the 16-bit input instead)     2 (2h + 4h)
-    queries, keys   q, k, v as attention reads them, its output; a contiguous copy of it for the next layer    2 (3q + 2k), or 2 (5q) where
-                    keys and values are repeated for every head
-    q and k norms   as the others, where the model has them                                                    6 (q + k)
-    feed-forward    gate, its activation, up, their product                                                    2 (4i)
+    each norm       4h: 16-bit input and output, in fused kernels; 8h: fp32 copy of the input, 16-bit results before and after the weight
+    attention       2 (2q + 2k): q, k, v and the output; 2 (6q + 2k): keys and values repeated for every head, contiguous copies
+    q and k norms   6 (q + k), where the model has them and no kernel fuses them
+    feed-forward    2 (3i): gate, up, product, in fused kernels; 2 (5i): with the gate's activation and a copy
 
 With checkpointing (arXiv 1604.06174) every layer keeps its input alone, 2h, and one layer at a time is computed again. FlashAttention and
-the memory-efficient kernels keep no scores (arXiv 2205.14135); `eager` keeps them for every head, 16-bit and fp32, 4 to 10 bytes times
-heads times seq_len per token.
+the memory-efficient kernels keep no scores (arXiv 2205.14135); `eager`, and soft-capped attention without FlashAttention, keep them for
+every head, 16-bit and fp32, 4 to 14 bytes times heads times seq_len per token.
 """
 
 from __future__ import annotations
@@ -50,17 +49,24 @@ def layer_bytes_per_token(shape: ModelShape, setup: Setup) -> Span:
     """What one layer keeps for backward, without checkpointing."""
     h, q, k, i = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.intermediate
     size = setup.dtype.itemsize
-    norms = Span(2 * (size * h + size * h), 4 * (size * h + FULL * h))  # four norms in some models
-    normed = 6 * (q + k) if shape.qk_norm else 0
+    norms = Span(shape.norms * 2 * size * h, shape.norms * (2 * size * h + FULL * h))
+    normed = 2 * (size + FULL) * (q + k) if shape.qk_norm else 0
     attention = Span(size * (2 * q + 2 * k), size * (6 * q + 2 * k) + FULL * shape.heads + normed)
     forward = Span(size * 3 * i, size * 5 * i)
     total = norms + attention + forward
-    if setup.attention == "eager":
+    if shape.expert_bytes:
+        total += Span(0, total.high // 4)  # tokens are sorted by expert, and their parts added up
+    if keeps_scores(shape, setup):
         scores = shape.heads * setup.seq_len
-        total += Span(scores * 2 * size, scores * (FULL + 3 * size))
+        total += Span(scores * 2 * size, scores * (FULL + 5 * size))
     if not setup.full:
         total += Span(0, _adapter_bytes(shape, setup))
     return total
+
+
+def keeps_scores(shape: ModelShape, setup: Setup) -> bool:
+    """Whether attention keeps its scores for every pair of tokens."""
+    return setup.attention == "eager" or (shape.softcapped and setup.attention == "sdpa")
 
 
 def _adapter_bytes(shape: ModelShape, setup: Setup) -> int:
@@ -87,7 +93,7 @@ def activations(shape: ModelShape, setup: Setup) -> Activations:
         kept = layer.times(shape.layers) + ends
     i, q = shape.intermediate, shape.heads * shape.head_dim
     backward = Span(size * max(2 * i, 2 * h), size * (5 * i + 4 * q + 4 * h) + FULL * 2 * h).times(tokens)
-    if setup.attention == "eager":
+    if keeps_scores(shape, setup):
         backward += Span(0, shape.heads * setup.seq_len * (2 * FULL) * tokens)
     return Activations(kept, layer, backward, head_bytes(shape, setup))
 

@@ -44,12 +44,22 @@ def advise(shape: ModelShape, setup: Setup, defaults: dict[str, Any]) -> list[Ch
                 break
         else:
             return found
-    # what a later change has made unnecessary is taken out again
+    # what a later change has made unnecessary is taken out again, or made smaller
     for what in [change.what for change in found]:
-        without = _replayed(shape, setup, [change.what for change in found if change.what != what], defaults)
-        if without and without[-1].plan.fits:
-            found = without
+        for instead in ([], *([other] for other, _ in _changes(setup, defaults) if _longer(other, what))):
+            names = [change.what for change in found]
+            place = names.index(what)
+            trial = _replayed(shape, setup, [*names[:place], *instead, *names[place + 1 :]], defaults)
+            if trial and trial[-1].plan.fits:
+                found = trial
+                break
     return found
+
+
+def _longer(one: str, other: str) -> bool:
+    """Whether both shorten samples, and the first one less."""
+    lengths = [int(what.split()[1]) if what.startswith("max_length") else 0 for what in (one, other)]
+    return lengths[0] > lengths[1] > 0
 
 
 def _replayed(shape: ModelShape, setup: Setup, wanted: list[str], defaults: dict[str, Any]) -> list[Change]:

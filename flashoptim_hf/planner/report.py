@@ -138,9 +138,9 @@ def draw(found: Plan, others: Sequence[tuple[str, Plan]], file: Path) -> None:
     axes.set_xlabel("GiB on the GPU, the most at once")
     axes.margins(x=0.15)
     axes.set_title(headline(found).replace(": ", "\n", 1), fontsize=8)
-    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.5), ncols=5, frameon=False)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=5, frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, bbox_inches="tight")
+    figure.savefig(file, dpi=120)
 
 
 def _beside(found: Plan, others: Sequence[tuple[str, Plan]]) -> Table:

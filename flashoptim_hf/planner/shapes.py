@@ -62,6 +62,8 @@ class ModelShape:
         hidden, layers, heads, kv_heads, head_dim, vocab: as in the config.
         intermediate: width of the feed-forward part that one token passes through; of several experts their sum.
         qk_norm: queries and keys are normalised.
+        norms: other norms of a layer.
+        softcapped: attention scores pass through tanh, for which transformers has no kernel that keeps no scores.
     """
 
     source: str
@@ -78,6 +80,8 @@ class ModelShape:
     vocab: int
     intermediate: int
     qk_norm: bool
+    norms: int
+    softcapped: bool
 
     @property
     def num_params(self) -> int:
@@ -172,6 +176,7 @@ def shape_of(config: Any, source: str, dtype: torch.dtype = torch.bfloat16) -> M
     head = names[id(output.weight)] if output is not None else embedding
     text = config.get_text_config()
     heads = text.num_attention_heads
+    qk = sum(1 for weight in weights if weight.layer == 0 and re.search(r"[qk]_norm", weight.name))
     return ModelShape(
         source=source,
         weights=weights,
@@ -186,7 +191,9 @@ def shape_of(config: Any, source: str, dtype: torch.dtype = torch.bfloat16) -> M
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab=text.vocab_size,
         intermediate=_intermediate(text),
-        qk_norm=any("q_norm" in weight.name for weight in weights),
+        qk_norm=qk > 0,
+        norms=sum(1 for w in weights if w.layer == 0 and len(w.shape) == 1 and re.search(r"norm(\.weight)?$|layernorm", w.name)) - qk,
+        softcapped=getattr(text, "attn_logit_softcapping", None) is not None,
     )
 
 
