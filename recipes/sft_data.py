@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sft_formats
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
-from trl import get_training_chat_template, is_conversational, maybe_convert_to_chatml
+from trl import get_training_chat_template, is_conversational
 
 IGNORED = -100  # the label that the loss leaves out
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Example = dict[str, Any]
 Encoded = tuple[list[int], list[bool]]  # token ids, and which of them are learned
@@ -27,12 +28,19 @@ Encoded = tuple[list[int], list[bool]]  # token ids, and which of them are learn
 @dataclass(frozen=True)
 class Plan:
     """What is learned. `max_length` in tokens, None for no limit; the two switches are trl's `assistant_only_loss` and
-    `completion_only_loss` (None: on for samples with a prompt and a completion); `text_field` names the column of plain text."""
+    `completion_only_loss` (None: on for samples with a prompt and a completion); `text_field` names the column of plain text; `form` is
+    the samples' format (`sft_formats`), "auto" for the one that the columns tell."""
 
     max_length: int | None = 1024
     assistant_only: bool = False
     completion_only: bool | None = None
     text_field: str = "text"
+    form: str = sft_formats.AUTO
+
+    def standard(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
+        """A sample with the columns of its format alone."""
+        form = sft_formats.recognise(example, self.form, self.text_field)
+        return sft_formats.standard(example, form, tokenizer.chat_template is not None, self.text_field)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ class Counts:
 
 
 def load(source: str, default_split: str = "train") -> Dataset:
-    """A local .jsonl, .json, .csv or .parquet file, or a hub id, whose split may follow a colon (`org/name:train_sft`).
+    """A local .jsonl, .json, .csv or .parquet file, a .txt file whose samples are parted by empty lines, or a hub id, whose split may
+    follow a colon (`org/name:train_sft`).
 
     Raises:
         FileNotFoundError: `source` looks like a file, and there is none.
@@ -69,7 +78,8 @@ def load(source: str, default_split: str = "train") -> Dataset:
             raise FileNotFoundError(
                 f"dataset={source!r}: no such file (from {os.getcwd()}). A hub id has none of {sorted(LOADERS)} at its end."
             )
-        return load_dataset(LOADERS[suffix], data_files=source, split="train")
+        more = {"sample_by": "paragraph"} if LOADERS[suffix] == "text" else {}
+        return load_dataset(LOADERS[suffix], data_files=source, split="train", **more)
     if Path(source).exists():
         raise FileNotFoundError(f"dataset={source!r} is not one of the formats {sorted(LOADERS)}.")
     name, _, split = source.partition(":")
@@ -93,8 +103,9 @@ def prepare(
     """Tokenize a data set into the columns `input_ids` and `labels`, and count.
 
     Raises:
-        ValueError: no sample has anything to learn, or the tokenizer has no EOS token.
+        ValueError: no sample has anything to learn, the columns are of no known format, or the tokenizer has no EOS token.
     """
+    sft_formats.recognise(data.column_names, plan.form, plan.text_field)
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token, so the model could not learn to stop; name one with eos_token.")
     rows = data.map(
@@ -116,7 +127,7 @@ def prepare(
 
 def encode(example: Example, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Example:
     """One sample as `input_ids` and `labels` (the same ids, or -100 where nothing is learned), `truncated` and `trained` (a count)."""
-    example = maybe_convert_to_chatml(example)
+    example = plan.standard(example, tokenizer)
     tools = example.get("tools")
     if "prompt" in example and "completion" in example:
         completion_only = plan.completion_only is not False
@@ -128,14 +139,9 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> 
             ids, mask = _tokenize(tokenizer, whole, [(start, len(whole))], special=True)
     elif "messages" in example:
         ids, mask = encode_chat(example["messages"], tokenizer, plan.assistant_only, 0, tools)
-    elif plan.text_field in example:
+    else:
         text = example[plan.text_field]
         ids, mask = _tokenize(tokenizer, text, [(0, len(text))], special=True)
-    else:
-        raise ValueError(
-            f"a sample has the columns {sorted(example)}; needed are messages, or prompt and completion, or {plan.text_field} "
-            "(dataset_text_field)."
-        )
     ids, mask = _one_bos(ids, mask, tokenizer.bos_token_id)
     ids, mask = _one_eos(ids, mask, tokenizer)
     truncated = plan.max_length is not None and len(ids) > plan.max_length
@@ -255,9 +261,9 @@ def _one_eos(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBas
     return ids[: last + 1], [*mask[:last], any(mask)]
 
 
-def prompt_ids(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prompt_ids(example: Example, tokenizer: PreTrainedTokenizerBase, plan: Plan | None = None) -> list[int]:
     """The part of a sample that the model is given when it is used: up to the last assistant turn, the prompt, or the first words."""
-    example = maybe_convert_to_chatml(example)
+    example = (plan or Plan()).standard(example, tokenizer)
     if "messages" in example or ("prompt" in example and is_conversational(example)):
         messages = example.get("messages") or [*example["prompt"], *example["completion"]]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

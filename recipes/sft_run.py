@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import sft_checks
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from rich.console import Console
@@ -62,12 +63,15 @@ def lift_fp16(model: torch.nn.Module, scaled: bool) -> list[str]:
     return names
 
 
-def resume_folder(option: Any, output_dir: str) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means: nothing, a folder, or for `true` the last complete one in the output folder.
+def resume_folder(option: Any, output_dir: str, auto: bool = False) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means: nothing, a folder, for `true` the last complete one in the output folder, and
+    for `auto` the same or, where there is none, a fresh start. `auto`: what is meant where the option is not set.
 
     Raises:
         CheckpointError: there is no such folder, a file is missing or damaged, or nothing shows that its files belong together.
     """
+    if str(option).lower() == "auto" or (auto and option is None):
+        return flashoptim_hf.last_complete_checkpoint(output_dir)
     if option is None or str(option).lower() in ("", "false", "none"):
         return None
     if str(option).lower() == "true":
@@ -86,8 +90,12 @@ def resume_folder(option: Any, output_dir: str) -> str | None:
     return str(option)
 
 
+class TrainedAlready(Exception):
+    """The checkpoint that a run was resumed from is its end: the Trainer would make one more step."""
+
+
 class Watch(TrainerCallback):
-    """Checks a resumed run before its first step, seals every checkpoint, and measures the time spent in training steps alone.
+    """Checks a run before its first step, seals every checkpoint, and measures the time spent in training steps alone.
 
     Args:
         resumed: the checkpoint's folder, None for a fresh start.
@@ -105,6 +113,11 @@ class Watch(TrainerCallback):
         self._tokens_before = state.num_input_tokens_seen
         if self.resumed is not None:
             _check_loaded(Path(self.resumed), kwargs["model"], kwargs["optimizer"], state.global_step, skips=args.fp16)
+            if 0 < state.max_steps <= state.global_step:
+                raise TrainedAlready
+        model = kwargs.get("model")
+        if model is not None and not getattr(args, "fsdp", None):
+            sft_checks.checkpointing(model, args)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._began = time.perf_counter()
@@ -121,12 +134,20 @@ class Watch(TrainerCallback):
             complete.seal(folder, state.global_step)
 
 
-class AdapterTrainer(SFTTrainer):
-    """`SFTTrainer` whose trainable weights keep their dtypes when a checkpoint is loaded.
+class Steady(Trainer):
+    """For any Trainer: trainable weights keep their dtypes when a checkpoint is loaded, and evaluations log `eval_perplexity`.
 
     PEFT (0.21.2 at least) turns a bf16 adapter into fp32 while it loads it. The run would go on in another precision, and the low bits of
     bf16 weights that the optimizer keeps would no longer belong to them. The optimizer is made after the loading, so this is the place.
     """
+
+    dtypes: dict[str, torch.dtype]
+    perplexities = True  # whether the loss is one per token
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        for key in [key for key in logs if self.perplexities and key.startswith("eval_") and key.endswith("_loss")]:
+            logs[f"{key.removesuffix('loss')}perplexity"] = perplexity(logs[key])
+        super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.dtypes = {name: weight.dtype for name, weight in self.model.named_parameters() if weight.requires_grad}
@@ -137,6 +158,15 @@ class AdapterTrainer(SFTTrainer):
             weight = self.model.get_parameter(name)
             weight.data = weight.data.to(dtype)
         return super().create_optimizer(*args, **kwargs)
+
+
+class AdapterTrainer(Steady, SFTTrainer):
+    """trl's trainer of the supervised recipes."""
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss per token; infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _check_loaded(folder: Path, model: Any, optimizer: Any, step: int, skips: bool) -> None:
@@ -180,9 +210,12 @@ class _Bar(BaseStreamer):
 
 
 def sample(trainer: Trainer, prompt: list[int], tokens: int, label: str) -> str:
-    """The model's greedy answer to a prompt, at most `tokens` tokens (0: none); on the main process alone, empty elsewhere."""
+    """The model's greedy answer to a prompt, at most `tokens` tokens (0: none); on the main process alone, empty elsewhere.
+
+    Empty with FSDP too, where one process alone cannot run the model; `flashoptim-hf sample` answers after the run.
+    """
     text = ""
-    if tokens > 0 and trainer.is_world_process_zero():
+    if tokens > 0 and trainer.is_world_process_zero() and not trainer.is_fsdp_enabled:
         model, tokenizer = trainer.model, trainer.processing_class
         training = model.training
         model.eval()
@@ -263,7 +296,7 @@ def report_end(trainer: Trainer, watch: Watch, prompt: str, answers: dict[str, s
         ),
         ("trainable parameters", f"{sum(weight.numel() for weight in trainable):,} in {len(trainable)} tensors"),
         *optimizer_rows(trainer.optimizer, trainable, args.world_size),
-        ("adapter", args.output_dir),
+        ("adapter" if isinstance(trainer.model, PeftModel) else "model", args.output_dir),
         ("loss curve", str(curve)),
     ]
     if any(answers.values()):
@@ -285,7 +318,7 @@ def loss_rows(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
         return []
     return [
         ("held-out loss before / after", f"{losses[0]:.4f} / {losses[-1]:.4f}"),
-        ("perplexity before / after", f"{math.exp(losses[0]):.2f} / {math.exp(losses[-1]):.2f}"),
+        ("perplexity before / after", f"{perplexity(losses[0]):.2f} / {perplexity(losses[-1]):.2f}"),
     ]
 
 

@@ -33,6 +33,9 @@ MARK = "flashoptim_complete.json"
 STAGE = ".flashoptim_partial"
 """Folder in a checkpoint where files lie until they are whole."""
 
+JIT_NOTE = "checkpoint-is-incomplete.txt"
+"""What transformers leaves in a checkpoint while it saves on SIGTERM (`enable_jit_checkpoint`), and deletes after the mark is written."""
+
 FORMAT = 1
 TRAINER_STATE = "trainer_state.json"
 
@@ -97,7 +100,7 @@ def read_mark(folder: str | Path) -> dict[str, Any] | None:
 def _files(folder: Path) -> list[str]:
     """Every file below `folder` that belongs to the checkpoint, by its path in it with "/" between."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return sorted(path.as_posix() for path in paths if path.parts[0] != STAGE and path.name not in (MARK, f"{MARK}.partial"))
+    return sorted(path.as_posix() for path in paths if path.parts[0] != STAGE and path.name not in (MARK, f"{MARK}.partial", JIT_NOTE))
 
 
 def _crc32(path: Path, *, flush: bool = False) -> int:

@@ -14,29 +14,21 @@ from typing import Any
 
 import pytest
 import qlora_sft
+import recipe_launch
 import sft_run
 import torch
+from recipe_launch import HANG, ROOT, state, tensors
 from safetensors.torch import load_file
 
 from flashoptim_hf.errors import CheckpointError, ConfigurationError
 from flashoptim_hf.trainer import complete
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "qlora_sft.py"
 STEPS, HALF = 6, 3
-HANG = 600  # seconds: no limit on speed, only the end of a run that waits for ever
 
 
 def launch(*options: str, launcher: tuple[str, ...] = (), expect: int = 0) -> str:
-    """Run the recipe under `accelerate launch` in a new process, check the exit code, and return everything it printed."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "WORLD_", "RANK", "LOCAL_"))}
-    env.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", COLUMNS="200")
-    settings = launcher or ("--config_file", str(ROOT / "configs/accelerate/single_gpu.yaml"))
-    command = [sys.executable, "-m", "accelerate.commands.launch", *settings, str(SCRIPT), *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=HANG)
-    output = done.stdout + done.stderr
-    assert (done.returncode != 0) == (expect != 0), output[-6000:]
-    return output
+    return recipe_launch.launch("qlora_sft.py", *options, launcher=launcher, expect=expect)
 
 
 @pytest.fixture(scope="session")
@@ -70,19 +62,6 @@ def options(model: Path, data: Path, output: Path, adapter: str) -> list[str]:
         "disable_tqdm": True,
     }
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-
-
-def state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "trainer_state.json").read_text())
-
-
-def tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Every tensor and number in a nested state, by its path."""
-    if isinstance(value, dict):
-        return {key: leaf for name, item in value.items() for key, leaf in tensors(item, f"{path}/{name}").items()}
-    if isinstance(value, list | tuple):
-        return {key: leaf for i, item in enumerate(value) for key, leaf in tensors(item, f"{path}/{i}").items()}
-    return {path: torch.as_tensor(value)} if isinstance(value, torch.Tensor | int | float) else {}
 
 
 @pytest.fixture(scope="session", params=["default", "mine"])

@@ -273,9 +273,9 @@ def test_files(tmp_path: Path, suffix: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
         sft_data.load(str(tmp_path / "nothing.jsonl"))
-    (tmp_path / "data.txt").write_text("x")
+    (tmp_path / "data.xml").write_text("x")
     with pytest.raises(FileNotFoundError, match="formats"):
-        sft_data.load(str(tmp_path / "data.txt"))
+        sft_data.load(str(tmp_path / "data.xml"))
 
 
 def test_bos_token_is_what_the_tests_think() -> None:

@@ -37,8 +37,8 @@ class Checkpoint:
         self.adapter = next(folder.rglob(sft_run.ADAPTER))
 
     def check(self, step: int = 3, fp16: bool = False) -> None:
-        args: Any = SimpleNamespace(fp16=fp16)
-        state: Any = SimpleNamespace(global_step=step, num_input_tokens_seen=0)
+        args: Any = SimpleNamespace(fp16=fp16, gradient_checkpointing=False)
+        state: Any = SimpleNamespace(global_step=step, num_input_tokens_seen=0, max_steps=9)
         sft_run.Watch(str(self.folder)).on_train_begin(args, state, SimpleNamespace(), model=self.model, optimizer=self.optimizer)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,103 @@
+"""The forms that samples come in: recognised by their columns or named, and brought to the few that are tokenized.
+
+text                text (or the column that dataset_text_field names)
+prompt_completion   prompt, completion: text, or lists of messages
+messages            messages, or conversations: lists of {"role", "content"} or {"from", "value"}
+alpaca              instruction, output, and perhaps input, system
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flashoptim_hf.errors import ConfigurationError
+
+AUTO = "auto"
+NEEDED = {"prompt_completion": ("prompt", "completion"), "messages": ("messages",), "alpaca": ("instruction", "output"), "text": ("text",)}
+"""Format -> the columns that it must have. Where several fit, the first is meant."""
+
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+Example = dict[str, Any]
+
+
+def recognise(columns: Iterable[str], named: str = AUTO, text_field: str = "text") -> str:
+    """The format of samples with these columns.
+
+    Args:
+        columns: of the data set.
+        named: a format, which the columns must fit, or "auto".
+        text_field: the column of plain text.
+
+    Raises:
+        ConfigurationError: no format fits, or the named one does not; says which columns there are and which are needed.
+    """
+    have = set(columns) | ({"messages"} if "conversations" in columns else set())
+    needed = {**NEEDED, "text": (text_field,)}
+    found = ", ".join(sorted(columns))
+    if named == AUTO:
+        fitting = next((name for name, names in needed.items() if have.issuperset(names)), None)
+        if fitting is not None:
+            return fitting
+        preference = " Columns chosen and rejected are for preference training: recipes/qlora_dpo.py." if "chosen" in have else ""
+        raise ConfigurationError(
+            f"the samples have the columns {found}; needed are messages (or conversations), or prompt and completion, or instruction and "
+            f"output, or {text_field} (dataset_text_field names the column of plain text). Rename the columns in the file, or name the one "
+            f"with the text.{preference}"
+        )
+    if named not in needed:
+        raise ConfigurationError(f"dataset_format={named!r} is not known; choose one of {', '.join([AUTO, *needed])}.")
+    missing = [name for name in needed[named] if name not in have]
+    if missing:
+        raise ConfigurationError(
+            f"dataset_format={named} needs the column{'s' * (len(missing) > 1)} {' and '.join(missing)}, and the samples have {found}. "
+            f"Rename the columns in the file, or choose another dataset_format ({', '.join([AUTO, *needed])})."
+        )
+    return named
+
+
+def standard(example: Example, form: str, chat: bool, text_field: str = "text") -> Example:
+    """A sample with the columns of its format alone; alpaca as prompt and completion.
+
+    Args:
+        example: with every column of the data set.
+        form: its format, as `recognise` gives it.
+        chat: whether the tokenizer has a chat template: alpaca then becomes messages, and else text under headings.
+        text_field: the column of plain text.
+    """
+    if form == "text":
+        return {text_field: _text(example[text_field])}
+    tools = {"tools": example["tools"]} if example.get("tools") else {}
+    if form == "messages":
+        return {"messages": _messages(example.get("messages") or example.get("conversations") or []), **tools}
+    if form == "alpaca":
+        return _alpaca(example, chat)
+    sides = {side: example[side] for side in NEEDED["prompt_completion"]}
+    if all(isinstance(value, list) for value in sides.values()):
+        return {**{side: _messages(value) for side, value in sides.items()}, **tools}
+    return {side: _text(value) for side, value in sides.items()}
+
+
+def _alpaca(example: Example, chat: bool) -> Example:
+    instruction, given, output = (_text(example.get(name)) for name in ("instruction", "input", "output"))
+    if chat:
+        system = [{"role": "system", "content": example["system"]}] if example.get("system") else []
+        question = f"{instruction}\n\n{given}" if given.strip() else instruction
+        return {"prompt": [*system, {"role": "user", "content": question}], "completion": [{"role": "assistant", "content": output}]}
+    parts = [("Instruction", instruction), *([("Input", given)] if given.strip() else [])]
+    heads = "".join(f"### {head}:\n{text}\n\n" for head, text in parts)
+    return {"prompt": f"{heads}### Response:\n", "completion": output}
+
+
+def _messages(messages: list[Example]) -> list[Example]:
+    """Messages with `role` and `content`, under the roles' usual names."""
+    named = [
+        {"role": message["from"], "content": message["value"]} if "from" in message and "role" not in message else message
+        for message in messages
+    ]
+    return [{**message, "role": ROLES.get(message["role"], message["role"])} for message in named]
+
+
+def _text(value: Any) -> str:
+    """A cell as text: a CSV file's numbers are numbers, and an empty cell is None."""
+    return "" if value is None else str(value)
