@@ -66,9 +66,10 @@ def remarks(found: Plan) -> list[str]:
         said.append(
             f"{format_bytes(experts)} of expert weights are no linear layers: bitsandbytes leaves them in 16 bits, PEFT without adapters."
         )
-    if found.setup.fsdp and not found.setup.full and found.setup.load_in_4bit:
+    if found.setup.fsdp and found.setup.load_in_4bit:
         said.append(
-            "FSDP2 does not shard the constants of 4-bit weights; every process reads the whole model on the host before it is cut."
+            "FSDP2 leaves the constants of 4-bit weights whole. Load the model on the host (device_map={'': 'cpu'}): without a device map "
+            f"transformers puts all {format_bytes(found.weights.whole)} on every GPU before they are cut."
         )
     return [text for text in said if text]
 
