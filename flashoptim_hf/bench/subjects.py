@@ -144,6 +144,9 @@ def _through_codec(problem: Problem, codec: Codec, algorithm: Algorithm) -> Tens
         hyper = (problem.lr, *rule.scalars(options, t))
         states, weight = rule.eager(codec.decode(planes, numel), weight, grad, hyper)
         # fp32: coupled decay mixes the float64 weights in
-        codec.encode([state.float() for state in states], planes, index=0, step=t)
+        states = tuple(state.float() for state in states)
+        lost = codec.encode(states, planes, index=0, step=t)
+        if lost is not None and rule.settle is not None:
+            weight = rule.settle(states, lost, weight, hyper, t)
         weights[t - 1] = weight
     return weights

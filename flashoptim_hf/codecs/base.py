@@ -64,6 +64,8 @@ class Codec(ABC):
 
     name: ClassVar[str]
     group: ClassVar[int]
+    feeds_back: ClassVar[bool] = False
+    """Whether `encode` returns what rounding took from the first state, for `UpdateRule.settle`."""
 
     def __init__(self, states: Sequence[State], dither: bool = True) -> None:
         self.states = tuple(states)
@@ -83,17 +85,21 @@ class Codec(ABC):
         """Planes (flat, on any device) of `numel` elements to one fp32 tensor of shape (numel,) per state."""
 
     @abstractmethod
-    def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> None:
+    def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> Tensor | None:
         """Write fp32 `values`, one of shape (numel,) per state, into `planes` in place.
 
         `index` is the position of the first element in its parameter (a multiple of the group size) and `step` the parameter's step
-        count: together they fix the dither, so the same call gives the same bits wherever the planes lie.
+        count: together they fix the dither, so the same call gives the same bits wherever the planes lie. A codec may look at the
+        constants that it finds in `planes`, and keep them where they fit; zeros say nothing.
+
+        Returns:
+            With `feeds_back`, the first state less what it will decode to, fp32 of shape (numel,); else None.
         """
 
     # Device forms. Both are Triton functions and work on one tile: ROWS groups, which begin at a multiple of ALIGN.
     #
     #   device_decode(planes, first, limit, ROWS)                              -> tuple of fp32 [ROWS, group], one per state
-    #   device_encode(planes, values, first, limit, index, step, DITHER, ROWS)    stores
+    #   device_encode(planes, values, first, limit, index, step, DITHER, ROWS)    stores; with `feeds_back`, returns fp32 [ROWS, group]
     #
     # planes   tuple of pointers to the page's planes, in the order of `planes`
     # first    int64, the tile's first element in the page's planes, a multiple of ALIGN

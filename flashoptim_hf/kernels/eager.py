@@ -51,7 +51,9 @@ def _update_chunk(planes: Sequence[Tensor], segment: Segment, begin: int, end: i
     else:
         weight = param.float()
     states, weight = fmt.rule.eager(fmt.codec.decode(views, end - begin), weight, grad, segment.hyper)
-    fmt.codec.encode(states, views, index=segment.index + begin, step=segment.step)
+    lost = fmt.codec.encode(states, views, index=segment.index + begin, step=segment.step)
+    if lost is not None and fmt.rule.settle is not None:
+        weight = fmt.rule.settle(states, lost, weight, segment.hyper, segment.step)
     if fmt.master_bits:
         p, c = weight_split.split(weight, param.dtype, fmt.master_bits)
         param.copy_(p)

@@ -56,6 +56,7 @@ def page_kernel(  # type: ignore[no-untyped-def]
     RULE: tl.constexpr,
     DECODE: tl.constexpr,
     ENCODE: tl.constexpr,
+    SETTLE: tl.constexpr,  # None where errors of rounding are not fed back
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     MASTER_BITS: tl.constexpr,
@@ -114,8 +115,13 @@ def page_kernel(  # type: ignore[no-untyped-def]
             grad = grad * scale
         weight = _read(p, correction_ptr, first + at, left, MASTER_BITS, TILE // GROUP, GROUP)
         states, weight = RULE(DECODE(planes, first + at, left, TILE // GROUP), weight, grad, hyper)
-        _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP)
-        ENCODE(planes, states, first + at, left, index + at, step, DITHER, TILE // GROUP)
+        if SETTLE is None:
+            _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP)
+            ENCODE(planes, states, first + at, left, index + at, step, DITHER, TILE // GROUP)
+        else:
+            lost = ENCODE(planes, states, first + at, left, index + at, step, DITHER, TILE // GROUP)
+            weight = SETTLE(states, lost, weight, hyper, step)
+            _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP)
         if left < wide:
             tl.debug_barrier()
             lane = tl.arange(0, LANES)
@@ -221,6 +227,7 @@ def specialize(fmt: Format, param: torch.dtype, grad: torch.dtype) -> dict[str, 
         "RULE": fmt.rule.device,
         "DECODE": fmt.codec.device_decode,
         "ENCODE": fmt.codec.device_encode,
+        "SETTLE": fmt.rule.device_settle if fmt.codec.feeds_back else None,
         "PARAM": getattr(tl, _FLOATS[param]),
         "GRAD": getattr(tl, _FLOATS[grad]),
         "MASTER_BITS": fmt.master_bits,

@@ -27,6 +27,9 @@ class UpdateRule:
         device: the same for Triton: `device(states, weight, grad, hyper)` with tuples of fp32 tiles and scalars.
         needs_states: group options -> whether groups with these options keep states at all. Where not, both functions get and return an
             empty tuple of states. None (default): always.
+        settle: for codecs that feed errors back: (new states, what rounding takes from the first of them, new weight, hyper, step) -> the
+            weight from which the rounded state leads where the exact one would have led. None (default): errors stay.
+        device_settle: the same for Triton. Set both or none.
     """
 
     name: str
@@ -36,6 +39,8 @@ class UpdateRule:
     eager: Callable[[Sequence[Tensor], Tensor, Tensor, Sequence[Any]], tuple[tuple[Tensor, ...], Tensor]]
     device: Any
     needs_states: Callable[[dict[str, Any]], bool] | None = None
+    settle: Callable[[Sequence[Tensor], Tensor, Tensor, Sequence[Any], int], Tensor] | None = None
+    device_settle: Any = None
 
     def keeps_states(self, group: dict[str, Any]) -> bool:
         """Whether a group with these options keeps states."""

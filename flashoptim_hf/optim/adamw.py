@@ -44,6 +44,45 @@ def adamw_eager(states: Sequence[Tensor], weight: Tensor, grad: Tensor, hyper: S
     return (m, v), weight * (1 - lr * weight_decay) - (lr * rate) * update
 
 
+REACH, SLACK = 1.25, 0.02
+"""What `settle` may make of a step: at most 1.25 times its length and 0.02 lr."""
+SMALL = 1e-4
+"""The least q = beta1^t that `settle` tells from 0, its limit to 5e-5: below, fp32 would not hold 1 - q."""
+_REACH, _SLACK, _SMALL = (tl.constexpr(value) for value in (REACH, SLACK, SMALL))
+
+
+def settle(states: Sequence[Tensor], lost: Tensor, weight: Tensor, hyper: Sequence[Any], step: int) -> Tensor:
+    """Move the weight by what an error of the momentum will take from it in the steps to come; see `UpdateRule.settle`.
+
+    With lr and the second moment as they are, an error e of m after step t moves a weight by -lr e rate / (sqrt(v) + eps) times the sum
+    over k >= 1 of beta1^k (1 - q) / (1 - q beta1^k), q = beta1^t. The integral over beta1^k instead, beta1 / (1 - beta1) times
+    (1 - q) ln(1 / (1 - q)) / q, is within a seventh of it. An element that hardly moves is moved hardly more: the step as a whole stays
+    within `REACH` and `SLACK`, and what does not fit is not made up for.
+    """
+    lr, _, beta1, beta1_rest, _, _, rate, eps = hyper
+    m, v = states
+    denominator = v.sqrt() + eps
+    share = torch.where(denominator != 0, rate / denominator, 0)
+    move = m * share
+    limit = REACH * move.abs() + SLACK
+    q = max(beta1**step, SMALL)
+    coast = beta1 / beta1_rest * (q - 1) * math.log(1 - q) / q
+    return weight - lr * ((move + coast * lost * share).minimum(limit).maximum(-limit) - move)
+
+
+@jit
+def settle_device(states, lost, weight, hyper, step):  # type: ignore[no-untyped-def]
+    """`settle` for one tile."""
+    lr, _, beta1, beta1_rest, _, _, rate, eps = hyper
+    m, v = states
+    share = rate * device.reciprocal(device.sqrt(v) + tl.maximum(eps, 1e-19))
+    move = m * share
+    limit = tl.abs(move) * _REACH + _SLACK
+    q = tl.maximum(device.exp2(device.log2(beta1) * step.to(tl.float32)), _SMALL)
+    coast = beta1 / beta1_rest * (q - 1.0) * device.log2(1.0 - q) * 0.6931471805599453 * device.reciprocal(q)
+    return weight - lr * (tl.minimum(tl.maximum(move + coast * lost * share, -limit), limit) - move)
+
+
 @jit
 def adamw_device(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
     """`adamw_eager` for one tile.
@@ -64,6 +103,8 @@ RULE = UpdateRule(
     scalars=scalars,
     eager=adamw_eager,
     device=adamw_device,
+    settle=settle,
+    device_settle=settle_device,
 )
 
 

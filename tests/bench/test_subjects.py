@@ -45,15 +45,17 @@ def test_none_differs_from_exact_by_fp32_rounding_only(problem):
     assert 0 < update_error(outcome.weights, exact(problem), problem.lr) < 1e-6
 
 
-def test_log_moves_as_the_optimizer_does(problem):
-    (outcome,) = codec_subject("log").solve([problem])
+@pytest.mark.parametrize("codec", ["log", "joint"])
+def test_a_codec_moves_as_the_optimizer_does(problem, codec):
+    (outcome,) = codec_subject(codec).solve([problem])
     param = torch.nn.Parameter(torch.zeros(150))
     optimizer = adamw.FlashAdamW(
-        [param], lr=problem.lr, betas=problem.betas, eps=problem.eps, weight_decay=0.0, codec="log", kernel="eager", master_bits=None
+        [param], lr=problem.lr, betas=problem.betas, eps=problem.eps, weight_decay=0.0, codec=codec, kernel="eager", master_bits=None
     )
     moved = step_through(optimizer, param, problem.grads)
-    # fp32 weights against float64 ones; a different dither or group would show at the codec's own error, which is 0.01
-    assert update_error(outcome.weights, moved[None], problem.lr) < 1e-5
+    # fp32 weights against float64 ones, and errors that float32 puts on the other side of a tie and feeds back; a different dither or
+    # group would show at the codec's own error, which is 0.01
+    assert update_error(outcome.weights, moved[None], problem.lr) < (1e-5 if codec == "log" else 1e-3)
     assert update_error(outcome.weights, exact(problem), problem.lr) > 1e-3
 
 

@@ -24,13 +24,13 @@ def moments(numel: int, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Ten
     return r * torch.randn(numel, generator=generator), r * r
 
 
-@pytest.fixture(params=["log", "none", "softsign"])
+@pytest.fixture(params=["joint", "log", "none", "softsign"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     return get_codec(request.param, MOMENTS)
 
 
 def test_names_are_file_names() -> None:
-    assert {"log", "none", "softsign", "square"} <= set(known_codecs())
+    assert {"joint", "log", "none", "softsign", "square"} <= set(known_codecs())
     assert all(get_codec(name, MOMENTS).name == name for name in codecs_for(MOMENTS))
     assert "base" not in known_codecs()
     assert "weight_split" not in known_codecs()
@@ -42,13 +42,14 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_which_codecs_hold_which_states() -> None:
-    assert set(codecs_for(MOMENTS)) >= {"log", "none", "softsign"}
+    assert set(codecs_for(MOMENTS)) >= {"joint", "log", "none", "softsign"}
     assert set(codecs_for(MOMENTS[:1])) >= {"none", "softsign", "square"}
     assert "square" not in codecs_for(MOMENTS)
     assert "log" not in codecs_for(MOMENTS[:1])
+    assert "joint" not in codecs_for(MOMENTS[:1])
 
 
-@pytest.mark.parametrize("name", ["log", "none", "softsign", "square"])
+@pytest.mark.parametrize("name", ["joint", "log", "none", "softsign", "square"])
 def test_no_states_take_no_planes(name: str) -> None:
     codec = get_codec(name, ())
     assert codec.planes == ()
