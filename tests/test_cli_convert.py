@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from typer.testing import CliRunner
 
 from flashoptim_hf import cli
@@ -224,3 +227,20 @@ def test_parameters_without_elements_are_shown(tmp_path):
     said = call("inspect", tmp_path / "o.pt")
     assert "0x3" in said
     assert "nan" not in said
+
+
+def test_a_sharded_checkpoint_by_way_of_the_command_that_the_message_names(tmp_path):
+    """What `accelerator.save_state` and the Trainer write under FSDP2 with SHARDED_STATE_DICT."""
+    net = nn.Linear(70, 3).bfloat16()
+    optimizer = FlashAdamW(net.parameters(), codec="none")
+    net(torch.ones(1, 70).bfloat16()).sum().backward()
+    optimizer.step()
+    place = tmp_path / "checkpoint 1" / "optimizer_0"
+    dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=str(place), no_dist=True)
+    said = call("inspect", place.parent, code=2)
+    arguments = shlex.split(re.search(r"python (-m .*) optimizer.pt", said)[1])
+    subprocess.run([sys.executable, *arguments, str(tmp_path / "o.pt")], check=True, capture_output=True)
+    assert "3x70" in call("inspect", tmp_path / "o.pt")
+    call("convert", tmp_path / "o.pt", tmp_path / "torch.pt", "--to", "adamw_torch")
+    moments = files.read(tmp_path / "torch.pt")["state"]["weight"]
+    assert torch.equal(moments["exp_avg"], optimizer.state[net.weight]["exp_avg"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,10 +34,11 @@ def locate(path: Path) -> Path:
     for name in NAMES:
         if (path / name).is_file():
             return path / name
-    if path.joinpath(".metadata").is_file() or any(path.glob("optimizer_*/.metadata")):
+    sharded = [path] if path.joinpath(".metadata").is_file() else sorted(found.parent for found in path.glob("optimizer_*/.metadata"))
+    if sharded:
         raise CheckpointError(
-            f"{path} holds a sharded checkpoint (torch.distributed.checkpoint). Make one file of the optimizer's folder first: "
-            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER optimizer.pt"
+            f"{sharded[0]} is a sharded checkpoint (torch.distributed.checkpoint). Make one file of it first, which is read here: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(sharded[0]))} optimizer.pt"
         )
     raise CheckpointError(f"{path} holds no optimizer state: there is neither {' nor '.join(NAMES)} in it (save_only_model=True?).")
 
@@ -57,6 +59,8 @@ def read(path: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         said = (str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__} {error}").splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {said}. It is damaged, was cut off, or is not what torch.save writes.") from error
+    if isinstance(state, dict) and len(state) == 1:
+        state = next(iter(state.values()))  # what `dcp_to_torch` makes of a folder of Accelerate or the Trainer: {"optimizer": ...}
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         keys = list(state)[:5] if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(f"{path} holds no optimizer's state dict (state and param_groups), but {keys}.")

@@ -237,7 +237,8 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any]) -> Callable[...,
         if checkpoint is None:
             return original(self, checkpoint, *args, **kwargs)
         if flash_optimizer(self.optimizer) is None:
-            _refuse_codes(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))
+            for name in (OPTIMIZER_NAME, "optimizer.bin"):  # the second under FSDP
+                _refuse_codes(self.optimizer, Path(checkpoint, name))
             return original(self, checkpoint, *args, **kwargs)
         load = functools.partial(_load_on_the_host, self) if _is_plain(self, checkpoint) else functools.partial(original, self)
         try:
