@@ -246,7 +246,8 @@ def _merged(optimizer: FlashOptimizer, number: int, saved: Mapping[str, Any]) ->
         CheckpointError: names the group and an option with a value that cannot be.
     """
     own = optimizer.param_groups[number]
-    kept = {name for name in (*STORAGE, "params", "param_names") if name in own} | {FORMAT_KEY, DTYPE_KEY, *PLACEMENT}
+    # names are kept too: those of a state that was matched by position might be wrong here, and would be saved as if they were right
+    kept = {name for name in STORAGE if name in own} | {"params", "param_names", FORMAT_KEY, DTYPE_KEY, *PLACEMENT}
     taken = {name: value for name, value in saved.items() if name not in kept}
     for name, value in taken.items():
         if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):

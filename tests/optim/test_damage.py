@@ -159,3 +159,14 @@ def test_corrections_of_a_mixed_group_belong_to_its_only_16_bit_dtype(as_bits) -
     same = FlashAdamW([nn.Parameter(p.detach().clone()) for p in params])
     same.load_state_dict(saved)
     assert as_bits(same.state_dict()) == as_bits(saved)
+
+
+def test_an_optimizer_without_names_does_not_take_over_those_of_a_state() -> None:
+    """It was matched by position; saved under the names of a state in another order, it would be matched wrongly next time."""
+    named = FlashAdamW([(name, nn.Parameter(torch.ones(3))) for name in ("a", "b")])
+    plain = FlashAdamW([nn.Parameter(torch.ones(3)) for _ in range(2)])
+    plain.load_state_dict(named.state_dict())
+    assert "param_names" not in plain.state_dict()["param_groups"][0]
+    plain.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    named.load_state_dict(FlashAdamW([nn.Parameter(torch.ones(3)) for _ in range(2)]).state_dict())
+    assert named.param_groups[0]["param_names"] == ["a", "b"]
