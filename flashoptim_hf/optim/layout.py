@@ -20,7 +20,7 @@ from ..kernels.rule import Format, UpdateRule
 from ..paging.engine import Engine
 from ..paging.files import OffloadFiles
 from ..paging.host_limits import host_memory, local_ranks, refuse_if_short
-from ..paging.residency import FixedSet, pages_ahead
+from ..paging.residency import BURST, IN_FLIGHT, FixedSet, pages_ahead
 from ..paging.store import Block, StateStore
 from ..paging.streams import backend_for
 from .options import budget
@@ -117,7 +117,7 @@ class Layout:
         if device not in self.engines:
             self.engines[device] = Engine(
                 backend_for(device, self.options["simulate"]),
-                prefetch=pages_ahead(self.options["page_bytes"]),
+                prefetch=pages_ahead(self.options["page_bytes"], BURST if self.options["gradient_release"] else IN_FLIGHT),
                 residency=FixedSet(budget(self.options)),
                 zero_copy=self.options["transport"] == "zero_copy",
             )

@@ -29,6 +29,9 @@ RESERVE = 16
 IN_FLIGHT = 8 * 2**20
 """Bytes that have to be under way to keep the link busy: what 64 GB/s move in the 0.13 ms that a page waits for host, launch and kernel."""
 
+BURST = 192 * 2**20
+"""The same where pages become due in bursts, as they do during backward when a large gradient is final: state of such a parameter."""
+
 MOST_AHEAD = 8
 """Pages fetched ahead at most, so that tiny pages do not take many slots."""
 
@@ -66,9 +69,13 @@ def parse_budget(value: Budget) -> Budget:
     return float(share) if share else 0
 
 
-def pages_ahead(page_bytes: int) -> int:
-    """How many pages are fetched ahead of the one that is updated, so that copies follow each other without a gap."""
-    return min(max(1, -(-IN_FLIGHT // max(page_bytes, 1))), MOST_AHEAD)
+def pages_ahead(page_bytes: int, in_flight: int = IN_FLIGHT) -> int:
+    """How many pages are fetched ahead of the one that is updated, so that copies follow each other without a gap.
+
+    Args:
+        in_flight: bytes that are to be under way.
+    """
+    return min(max(1, -(-in_flight // max(page_bytes, 1))), MOST_AHEAD)
 
 
 class Residency(Protocol[P]):

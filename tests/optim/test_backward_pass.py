@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flashoptim_hf import FlashAdamW
 from flashoptim_hf.errors import DeviceMemoryError
 from flashoptim_hf.paging import simulated
-from flashoptim_hf.paging.simulated_model import InjectedError
+from flashoptim_hf.paging.simulated_model import InjectedError, Speeds
 from tests.optim.release import RELEASED, WIDTH, Watch, batch, groups_of, layers, loss_of, step_on, trained
 
 
@@ -410,3 +410,43 @@ def test_an_eight_billion_model_in_small_takes_two_bytes_per_parameter_and_littl
     assert report.device_bytes == report.staging_bytes
     assert staging < 0.06
     assert weights + live + staging < 2.25
+
+
+def overhead(backward: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> float:
+    """Seconds that backward and step take beyond a backward of so many, on the clock of the simulated device, at PCIe 4 x16 in small."""
+    from flashoptim_hf.optim import layout
+    from flashoptim_hf.paging.residency import pages_ahead
+
+    model = layers(40)
+    params = sum(p.numel() for p in model.parameters())
+    scale = params / 8e9
+    # as many pages ahead as for the real size
+    monkeypatch.setattr(layout, "pages_ahead", lambda _, in_flight: pages_ahead(32 * 2**20, in_flight))
+    optimizer = FlashAdamW(groups_of(model), paged=True, page_bytes=max(1024, int(32 * 2**20 * scale)), simulate=1, **options)
+    backend = optimizer._layout.engine(torch.device("cpu")).backend
+    assert isinstance(backend, simulated.SimulatedBackend)
+    backend.speeds = Speeds(link_in=25e9 * scale, link_out=25e9 * scale, memory=2e12 * scale)
+    for p in model.parameters():
+        # before the hook of the optimizer: a gradient is final when its share of backward is done
+        p.register_hook(lambda grad: backend.work(backward * grad.numel() / params))
+    for step in range(3):
+        loss = loss_of(model, batch(step))
+        backend.wait_host(None)
+        start = backend.record("compute")
+        loss.backward()
+        optimizer.step()
+        stop = backend.record("compute")
+        backend.wait_host(stop)
+        optimizer.zero_grad()
+    elapsed = backend.elapsed(start, stop)
+    assert elapsed is not None
+    return elapsed - backward
+
+
+@pytest.mark.usefixtures("prompt")
+def test_transfers_are_hidden_behind_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B parameters: a second of transfers each way. A tenth is left where backward takes twice as long, all where it comes before."""
+    released = overhead(2.0, monkeypatch, gradient_release=True)
+    after = overhead(2.0, monkeypatch)
+    assert after > 1.0
+    assert released < 0.2 * after
