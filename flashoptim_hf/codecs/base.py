@@ -96,6 +96,13 @@ class Codec(ABC):
             With `feeds_back`, the first state less what it will decode to, fp32 of shape (numel,); else None.
         """
 
+    def expected_errors(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...] | None:  # noqa: ARG002
+        """The root mean square error of one encode at each number (at its root, where a state is not signed), fp32 (numel,) per state.
+
+        None where the next entries up and down in the state's own plane tell it.
+        """
+        return None
+
     # Device forms. Both are Triton functions and work on one tile: ROWS groups, which begin at a multiple of ALIGN.
     #
     #   device_decode(planes, first, limit, ROWS)                              -> tuple of fp32 [ROWS, group], one per state

@@ -218,6 +218,13 @@ class JointCodec(Codec):
         lost = torch.where(nonzero, m - ucode * (scale / n) * r, 0)
         return lost.flatten()[: values[0].numel()]
 
+    def expected_errors(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
+        _, v = self.decode(planes, numel)
+        n, umax = (plane.float().repeat_interleave(GROUP)[:numel] for plane in planes[3:])
+        n, r = n.clamp_min(FEWEST), v.sqrt()
+        dithered = 6 if self.dither else 12
+        return umax / n * r / math.sqrt(12), r * (lattice(n)[1] * LN2 / math.sqrt(dithered))
+
     def _round(self, x: Tensor, width: Tensor, index: int, step: int) -> Tensor:
         """Round a code of r to an integer: to nearest, or up with the probability that keeps v right on average, as in `log`."""
         if not self.dither:

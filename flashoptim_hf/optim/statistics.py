@@ -72,6 +72,10 @@ def encode_errors(codec: Codec, planes: list[Tensor]) -> list[float | None]:
     count = min(planes[0].numel(), MOST) // ALIGN * ALIGN or planes[0].numel()
     flat = [plane.reshape(-1)[: spec.entries(count)] for spec, plane in zip(codec.planes, planes, strict=True)]
     exact = codec.decode(flat, count)
+    expected = codec.expected_errors(flat, count)
+    if expected is not None:
+        sizes = [value if one.signed else value.sqrt() for one, value in zip(codec.states, exact, strict=True)]
+        return [float(error.norm() / size.norm()) if size.any() else 0.0 for error, size in zip(expected, sizes, strict=True)]
     rounds = codec.dither and codec.name not in ("softsign", "none")
     errors: list[float | None] = []
     for number, one in enumerate(codec.states):

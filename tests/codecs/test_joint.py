@@ -223,6 +223,18 @@ def test_golden(codec, third: int) -> None:
     assert [plane.tolist() for plane in planes[2:]] == [[0.0], [45], [1.0]]
 
 
+@both
+def test_the_expected_error_is_that_of_an_encode(codec) -> None:
+    generator = torch.Generator().manual_seed(0)
+    r = torch.exp(torch.randn(6400, generator=generator)) * 1e-3
+    m, v = r * torch.randn(6400, generator=generator), r * r
+    planes = encode(codec, m, v, step=3)
+    m_hat, v_hat = codec.decode(planes, 6400)
+    expected_m, expected_r = codec.expected_errors(planes, 6400)
+    assert float(expected_m.norm()) == pytest.approx(float((m_hat - m).norm()), rel=0.1)
+    assert float(expected_r.norm()) == pytest.approx(float((v_hat.sqrt() - r).norm()), rel=0.1)
+
+
 @pytest.mark.parametrize("signs", [[True], [False], [False, True], [True, True], [True, False, False]])
 def test_other_states_are_refused(signs: list[bool]) -> None:
     with pytest.raises(ConfigurationError, match="codec='joint' stores a first and a second moment together"):

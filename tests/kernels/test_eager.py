@@ -18,7 +18,7 @@ from flashoptim_hf.kernels.rule import Segment
 from flashoptim_hf.optim.adamw import RULE
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CODECS = ["none", "softsign", "log"]
+CODECS = ["none", "softsign", "log", "joint"]
 OPTIONS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 

@@ -14,7 +14,7 @@ from flashoptim_hf.codecs.softsign import SoftsignCodec
 from flashoptim_hf.optim.adamw import RULE
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CODECS = ["none", "softsign", "log"]
+CODECS = ["none", "softsign", "log", "joint"]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
