@@ -49,10 +49,7 @@ def run(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw GPU memory to this image file (needs matplotlib).")] = None,
 ) -> None:
     """Plan a run from the model's config alone: bytes on GPU and host, page traffic, other optimizers beside it, and whether it fits."""
-    from rich.console import Console
-
     from .paging.plan import parse_bytes
-    from .planner import advice, memory, report, shapes
 
     given = {
         "full": full,
@@ -72,10 +69,25 @@ def run(
         "offload": offload,
     }
     values = (from_recipe(config) if config is not None else {}) | {key: value for key, value in given.items() if value is not None}
-    name = model or values.pop("model", None)
+    values |= {"gpu_bytes": parse_bytes(gpu) if gpu else None, "ram_bytes": parse_bytes(ram) if ram else None, "link": link}
+    if model is not None:
+        values["model"] = model
+    show(values, hosts, trust_remote_code, json_file, plot)
+
+
+def show(values: dict[str, Any], hosts: int, trust_remote_code: bool, json_file: Path | None, plot: Path | None) -> None:
+    """Plan, print, and write the files that are asked for. `values`: see `make_setup`, and "model".
+
+    Raises:
+        ConfigurationError: no model, or one that has no config; bad values.
+    """
+    from rich.console import Console
+
+    from .planner import advice, memory, report, shapes
+
+    name = values.pop("model", None)
     if name is None:
         raise ConfigurationError("no model: name one, or pass --config FILE with model_name_or_path.")
-    values |= {"gpu_bytes": parse_bytes(gpu) if gpu else None, "ram_bytes": parse_bytes(ram) if ram else None, "link": link}
     setup = make_setup(values, hosts)
     shape = shapes.shape_of(*shapes.read_config(name, trust_remote_code), setup.dtype)
     found = memory.plan(shape, setup)

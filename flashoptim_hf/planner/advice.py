@@ -99,7 +99,7 @@ def _changes(setup: Setup, defaults: dict[str, Any]) -> Iterator[tuple[str, Setu
         yield f"max_length: {length} (shorter samples)", replace(setup, seq_len=length)
         length //= 2
     yield from _of_state(setup, defaults)
-    if setup.full and not setup.releases and setup.ranks == 1 and setup.ours:
+    if setup.full and not setup.releases and setup.ours and (setup.ranks == 1 or setup.fsdp):
         options = {**setup.options, "gradient_release": True}
         what = "gradient_release: true in optim_args, with max_grad_norm: 0 and no accumulation"
         yield what, replace(setup, options=options, accumulation=1)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from .activations import Activations
-from .setup import ZERO, Setup, Span, largest
+from .setup import ZERO, Setup, Span
 from .shapes import ModelShape
 from .states import StatePlan
 from .weights import Weights
 
 
-def gradients(weights: Weights, setup: Setup) -> tuple[Span, Span, Span]:
-    """Gradients while (the head, the last layer, the first layer) goes backward."""
-    whole = Span.exact(weights.gradients)
-    head = Span(weights.head, weights.head + weights.head // 2) if setup.fused_head else Span.exact(weights.head // 2)
-    tied = weights.head // 2 if weights.tied else 0
+def gradients(weights: Weights, setup: Setup) -> tuple[Span, Span, Span, Span]:
+    """Gradients while (the head, the last layer, the first layer) goes backward, and at the optimizer's step."""
+    whole, table = weights.gradients, weights.head // 2
+    head = Span(weights.head, weights.head + table) if setup.fused_head else Span.exact(table)
+    tied = table if weights.tied else 0
     if setup.releases:
-        busy = Span(tied + weights.layer_gradients // 2, tied + 2 * weights.layer_gradients + weights.head // 2 * (not tied))
-        return head, busy, largest(busy, Span(weights.largest_gradient, weights.largest_gradient + weights.layer_gradients))
+        # pages are complete when their last gradient is; a tied embedding's gradient grows until the end
+        shards, layer = setup.shards, weights.layer_gradients
+        busy = Span((tied + layer // 2) // shards, (table + 2 * layer) // shards)
+        return head, busy, busy, Span(weights.largest_gradient // shards, (weights.largest_gradient + layer) // shards)
     if setup.ranks > 1 and not setup.fsdp:
-        whole = whole.times(2)  # the buckets of DDP are a copy
-    if setup.accumulation > 1 or (setup.ranks > 1 and not setup.fsdp):
-        return whole + head, whole, whole
+        all_there = Span.exact(2 * whole)  # the buckets of DDP are a copy
+        return all_there + head, all_there, all_there, all_there
+    if setup.accumulation > 1 and not setup.offload:
+        all_there = Span.exact(whole)
+        return all_there + head, all_there, all_there, all_there
     if setup.offload:
-        return head, ZERO, ZERO
-    return head, Span.exact(min(whole.high, weights.layer_gradients + weights.head // 2)), whole
+        return head, ZERO, ZERO, ZERO
+    first = Span(max(0, whole - weights.layer_gradients - table + tied), whole)
+    return head, Span(0, min(whole, weights.layer_gradients + table)), first, Span.exact(whole)
 
 
 def gathered(weights: Weights, setup: Setup) -> tuple[Span, Span]:
@@ -37,7 +42,7 @@ def gathered(weights: Weights, setup: Setup) -> tuple[Span, Span]:
 
 def moments(shape: ModelShape, weights: Weights, state: StatePlan, acts: Activations, setup: Setup) -> dict[str, Span]:
     """GPU memory beside weights and state at the busiest moments of a step."""
-    at_head, at_last, at_first = gradients(weights, setup)
+    at_head, at_last, at_first, at_step = gradients(weights, setup)
     head, layer = gathered(weights, setup)
     again = acts.layer if setup.checkpointing else ZERO
     busy = again + acts.backward + Span.exact(weights.largest_linear) + layer
@@ -48,5 +53,5 @@ def moments(shape: ModelShape, weights: Weights, state: StatePlan, acts: Activat
         "backward of the first layer": one + busy + at_first,
     }
     if not setup.offload:
-        found["optimizer step"] = at_first + Span(*state.transient)
+        found["optimizer step"] = at_step + Span(*state.transient)
     return found

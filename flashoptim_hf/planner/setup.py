@@ -132,10 +132,10 @@ class Setup:
             raise ConfigurationError("offloaded weights need FSDP2: pass --fsdp2 too.")
         if self.ranks % self.ranks_per_host:
             raise ConfigurationError(f"{self.ranks} processes cannot be {self.ranks_per_host} on each host: choose a divisor.")
-        if self.releases and (self.ranks > 1 or self.accumulation > 1):
+        if self.releases and ((self.ranks > 1 and not self.fsdp) or self.accumulation > 1):
             raise ConfigurationError(
-                "gradient_release=True updates during backward: it needs one process and gradient_accumulation_steps=1, "
-                f"not {self.ranks} and {self.accumulation}."
+                "gradient_release=True updates during backward: it needs gradient_accumulation_steps=1, and one process or FSDP2, not "
+                f"{self.accumulation} and DDP over {self.ranks}."
             )
 
     @property

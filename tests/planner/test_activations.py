@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from flashoptim_hf.optim.adamw import FlashAdamW
 from flashoptim_hf.planner.activations import activations
 from flashoptim_hf.planner.moments import moments
 from flashoptim_hf.planner.setup import Setup, largest
@@ -23,12 +25,12 @@ BATCH, LENGTH, RANK = 2, 128, 8
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make and that are still there."""
+    """Counts the bytes of all storages that operations make and that are still there, but for those of some tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: torch.Tensor) -> None:
         super().__init__()
         self.now = self.most = 0
-        self.known: dict[int, int] = {}
+        self.known: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in others}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -117,3 +119,24 @@ def test_the_most_of_a_step(name: str, full: bool, checkpointing: bool) -> None:
     with Alive() as alive:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     assert planned.low <= alive.most <= planned.high
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("name", ["llama, tied, GQA", "mistral", "qwen3"])
+def test_gradients_with_and_without_release(name: str, release: bool) -> None:
+    """Whole steps with the optimizer, of a model whose gradients are most of it."""
+    config, model = build(name, full=True, checkpointing=True, hidden_size=192, intermediate_size=512, num_hidden_layers=12)
+    optimizer = FlashAdamW(model.parameters(), lr=1e-4, paged=True, gradient_release=release, page_bytes="64KiB")
+    chosen = replace(setup(True, True), batch=1, seq_len=32, options={"gradient_release": release})
+    shape = shape_of(config, name)
+    weights = count(shape, chosen)
+    planned = largest(*moments(shape, weights, StatePlan(), activations(shape, chosen), chosen).values())
+    tokens = torch.randint(1, 500, (1, 32))
+    for _ in range(2):  # the first step makes the state
+        planes = [plane for state in optimizer.state.values() for plane in state.values() if isinstance(plane, torch.Tensor)]
+        with Alive(*model.parameters(), *model.buffers(), *planes) as alive:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert planned.low <= alive.most <= planned.high
+    assert (alive.most < 0.2 * weights.gradients) == release
