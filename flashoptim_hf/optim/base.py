@@ -109,8 +109,9 @@ class FlashOptimizer(Optimizer):
                 options.check_param(local(param), name)
             for name in options.PLACEMENT:
                 group.pop(name, None)  # where and how hold for the whole optimizer, and are no part of a checkpoint
-            gradient_release.detach(group["params"], keep=self._release)
-            if self._release is not None:
+            if self._release is None:
+                gradient_release.detach(group["params"])
+            else:
                 self._release.attach(group["params"])
         except (ConfigurationError, UnsupportedError):
             self.param_groups.pop()

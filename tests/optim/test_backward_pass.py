@@ -157,9 +157,12 @@ def test_a_batch_that_is_nan_throughout_leaves_nothing(options: dict[str, Any], 
 
 
 @pytest.mark.usefixtures("quiet")
-def test_pages_before_a_bad_gradient_are_stepped_and_a_parameter_moves_as_a_whole_or_not(as_bits: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("page_bytes", [1024, 1400, 2048, 3000])
+def test_pages_before_a_bad_gradient_are_stepped_and_a_parameter_moves_as_a_whole_or_not(
+    page_bytes: int, as_bits: Callable[[Any], Any]
+) -> None:
     model = layers(6)
-    optimizer = FlashAdamW(model.parameters(), lr=1e-2, **RELEASED)
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2, **{**RELEASED, "page_bytes": page_bytes})
     loss_of(model, batch(0)).backward()
     optimizer.step()
     middle = model[9].weight
@@ -170,6 +173,9 @@ def test_pages_before_a_bad_gradient_are_stepped_and_a_parameter_moves_as_a_whol
     optimizer.step()
     handle.remove()
     moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    for p, old, any_moved in zip(model.parameters(), before, moved, strict=True):
+        parts = (p != old).float().view(-1).split(64)
+        assert p.numel() < 1024 or [bool(part.mean() > 0.5) for part in parts] == [any_moved] * len(parts), "as a whole"
     steps = [int(optimizer.state[p]["step"]) for p in model.parameters()]
     assert steps == [2 if m else 1 for m in moved]
     place = next(i for i, p in enumerate(model.parameters()) if p is middle)
