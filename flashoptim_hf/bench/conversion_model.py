@@ -2,7 +2,8 @@
 flashoptim's own optimizer on a CPU.
 
 That package refuses a machine without CUDA. With TRITON_INTERPRET=1 from the start its kernels run in Triton's interpreter; what only a GPU
-has (`libdevice.pow`, `libdevice.copysign`, the number of multiprocessors) is supplied, and its checks for CUDA are told that all is well.
+has (`libdevice.pow`, `libdevice.copysign`, rounding to bf16, the number of multiprocessors) is supplied, and its checks for CUDA are told
+that all is well.
 IN and OUT are files of `torch.save`: a list of `Job`s as dictionaries, and a list of outcomes.
 """
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from .._triton import tl
+from .._triton import tl, triton
 from ..errors import UnsupportedError
 from ..optim.adamw import FlashAdamW
 from ..optim.lion import FlashLion
@@ -173,6 +174,32 @@ def copysign(size: Any, sign: Any) -> Any:
     return tl.where(sign < 0, -size, size)
 
 
+def to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's conversion of floats, with fp32 to bf16 rounded to nearest as on a GPU: cut off, masters would lag behind."""
+
+    def converted(value: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(value, source, target, mode)
+        bits = torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32)).bfloat16().view(torch.int16)
+        return bits.numpy().view(np.uint16).reshape(np.shape(value))
+
+    return converted
+
+
+class OneBlock:
+    """A kernel of flashoptim that works on a whole tensor at once: the interpreter's time goes by blocks. Groups do not depend on it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            numel = max(value.numel() for value in arguments if isinstance(value, Tensor))
+            return self.kernel[(1,)](*arguments, **{**options, "BLOCK_SIZE_N": max(32, triton.next_power_of_2(numel))})
+
+        return launch
+
+
 def zeroed(optimizer: Any) -> dict[str, Any]:
     """The state dict of an optimizer of flashoptim before its first step: it would quantize zeros on a GPU to get there."""
     saved = optimizer.state_dict()
@@ -195,6 +222,9 @@ def main(source: str, target: str) -> None:
 
     peer.libdevice.pow, peer.libdevice.copysign = power, copysign
     peer._get_sm_count = lambda: 1
+    interpreter = sys.modules[type(peer._triton_adam_kernel).__module__]
+    interpreter._convert_float = to_nearest(interpreter._convert_float)
+    peer._triton_adam_kernel, peer._triton_momentum_kernel = OneBlock(peer._triton_adam_kernel), OneBlock(peer._triton_momentum_kernel)
     outcomes = []
     with mock.patch("torch.cuda.is_available", return_value=True):
         for job in (Job(**entry) for entry in torch.load(source, weights_only=True)):

@@ -5,6 +5,9 @@
 For each source: some steps of a tiny model; then it goes on by itself, and beside it, converted, each target goes on from the same weights
 over the same batches. A cell says whether the states are the same numbers afterwards, else ‖after - before‖ / ‖before‖ of the state that
 lost most (v as its square root), and the largest difference of a loss between the two runs. All packages run their own code.
+
+Two kinds of weights: fp32, and bf16 with 24-bit masters where a package has them. A cell then says whether the corrections came along,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigurationError
 from ..optim import convert
+from ..optim.layout import CORRECTION
 from . import conversion_model as runs
 from .conversion_model import Job, Outcome
 from .fidelity import items
@@ -34,6 +38,8 @@ PACKAGES = {
     "sgd": ("torch", "bitsandbytes32", "bitsandbytes8", "flashoptim"),
 }
 TORCH_NAMES = {"adamw": "adamw_torch", "sgd": "sgd"}
+WEIGHTS = {"float32": "", "bfloat16": "bf16+24"}
+"""dtype of the weights -> what cases and tables call it."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +50,21 @@ class Cell:
         error: of the state that lost most, 0.0 where all are the same bits; None where it is refused.
         difference: largest difference of a loss; None where training did not go on.
         message: why it is refused, or what was said.
+        masters: whether every correction came along in every bit; None where the source has none.
     """
 
     error: float | None
     difference: float | None
     message: str
+    masters: bool | None = None
 
     @property
     def text(self) -> str:
         if self.error is None:
             return "refused"
+        masters = "" if self.masters is None else ", masters" if self.masters else ", no masters"
         loss = "" if self.difference is None else f", loss ±{self.difference:.1g}"
-        return ("exact" if self.error == 0 else f"{self.error:.2g}") + loss
+        return ("exact" if self.error == 0 else f"{self.error:.2g}") + masters + loss
 
 
 def run(
@@ -63,6 +72,7 @@ def run(
     packages: Annotated[str, typer.Option(help="'installed', or names of packages with commas between, beside torch.")] = "installed",
     before: Annotated[int, typer.Option(min=1, help="Steps before the conversion.")] = 30,
     after: Annotated[int, typer.Option(min=1, help="Steps after it.")] = 20,
+    weights: Annotated[str, typer.Option(help="Of float32 and bfloat16 (with 24-bit masters), with commas between.")] = "float32,bfloat16",
     json_file: JsonOption = None,
     markdown: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the tables to this file.")] = None,
 ) -> None:
@@ -73,17 +83,14 @@ def run(
     chosen = items(algorithms)
     if not chosen or not set(chosen) <= set(CODECS):
         raise ConfigurationError(f"--algorithms {algorithms!r}: choose from {', '.join(CODECS)}.")
+    dtypes = items(weights)
+    if not dtypes or not set(dtypes) <= set(WEIGHTS):
+        raise ConfigurationError(f"--weights {weights!r}: choose from {', '.join(WEIGHTS)}.")
     report, pages = Report("conversions", cpu_name()), []
-    for algorithm in chosen:
-        cells = table_of(algorithm, packages, before, after)
-        for (source, target), cell in cells.items():
-            case = f"{algorithm}/{source}->{target}"
-            report.add(case, "ours", "refused", cell.error is None)
-            if cell.error is not None:
-                report.add(case, "ours", "state_error", cell.error)
-            if cell.difference is not None:
-                report.add(case, "ours", "loss_difference", cell.difference)
-        pages.append(as_markdown(algorithm, cells))
+    for algorithm, dtype in ((algorithm, dtype) for dtype in dtypes for algorithm in chosen):
+        cells = table_of(algorithm, packages, before, after, dtype)
+        add(report, "/".join(filter(None, (algorithm, WEIGHTS[dtype]))), cells)
+        pages.append(as_markdown(algorithm, cells, dtype))
         show(pages[-1])
     pages.append(refusals(chosen))
     show(pages[-1])
@@ -91,6 +98,19 @@ def run(
         report.write_json(json_file)
     if markdown is not None:
         markdown.write_text("\n".join(pages), encoding="utf-8")
+
+
+def add(report: Report, prefix: str, cells: dict[tuple[str, str], Cell]) -> None:
+    """A row for each number of each cell."""
+    for (source, target), cell in cells.items():
+        case = f"{prefix}/{source}->{target}"
+        report.add(case, "ours", "refused", cell.error is None)
+        if cell.error is not None:
+            report.add(case, "ours", "state_error", cell.error)
+        if cell.difference is not None:
+            report.add(case, "ours", "loss_difference", cell.difference)
+        if cell.masters is not None:
+            report.add(case, "ours", "masters_kept", cell.masters)
 
 
 def forms(algorithm: str, packages: str) -> list[str]:
@@ -104,29 +124,31 @@ def forms(algorithm: str, packages: str) -> list[str]:
     return found
 
 
-def table_of(algorithm: str, packages: str, before: int, after: int) -> dict[tuple[str, str], Cell]:
-    """(source, target) -> cell."""
+def table_of(algorithm: str, packages: str, before: int, after: int, dtype: str = "float32") -> dict[tuple[str, str], Cell]:
+    """(source, target) -> cell, for weights of a dtype."""
     names = forms(algorithm, packages)
-    start = dict(zip(names, do([(name, Job(algorithm, {}, None, 0, before)) for name in names]), strict=True))
-    rest = [(name, Job(algorithm, start[name].weights, start[name].state, before, after)) for name in names]
+    start = dict(zip(names, do([(name, Job(algorithm, {}, None, 0, before, dtype)) for name in names]), strict=True))
+    rest = [(name, Job(algorithm, start[name].weights, start[name].state, before, after, dtype)) for name in names]
     alone = dict(zip(names, do(rest), strict=True))
     cells: dict[tuple[str, str], Cell] = {}
+    after_conversion: dict[tuple[str, str], dict[str, Any]] = {}
     todo: list[tuple[tuple[str, str], Job, float, str]] = []
     for source in names:
         for target in names:
             if target == source:
                 continue
             try:
-                state, notes = converted(algorithm, start[source].state, target)
+                state, notes = converted(algorithm, start[source].state, target, dtype)
             except (CheckpointError, ConfigurationError) as error:
                 cells[source, target] = Cell(None, None, str(error))
                 continue
-            job = Job(algorithm, start[source].weights, state, before, after)
+            job = Job(algorithm, start[source].weights, state, before, after, dtype)
+            after_conversion[source, target] = state
             todo.append(((source, target), job, lost(start[source].state, state), " ".join(notes)))
     outcomes = do([(pair[1], job) for pair, job, _, _ in todo])
     for (pair, _, gone, said), outcome in zip(todo, outcomes, strict=True):
         apart = max(abs(a - b) for a, b in zip(outcome.losses, alone[pair[0]].losses, strict=True))
-        cells[pair] = Cell(gone, apart, said)
+        cells[pair] = Cell(gone, apart, said, masters_kept(start[pair[0]].state, after_conversion[pair]))
     return {(source, target): cells[source, target] for source in names for target in names if source != target}
 
 
@@ -144,7 +166,7 @@ def maker(form: str, algorithm: str) -> Callable[[Any], torch.optim.Optimizer]:
     return makers.get(form, partial(runs.ours, codec=form))(algorithm)
 
 
-def converted(algorithm: str, state: dict[str, Any], target: str) -> tuple[dict[str, Any], list[str]]:
+def converted(algorithm: str, state: dict[str, Any], target: str, dtype: str) -> tuple[dict[str, Any], list[str]]:
     """A state dict of any form in the form `target`, and what was said.
 
     Raises:
@@ -155,8 +177,17 @@ def converted(algorithm: str, state: dict[str, Any], target: str) -> tuple[dict[
     mine, notes = convert.to_ours(state)
     bits = 32 if target == "bitsandbytes32" else 8
     name = TORCH_NAMES[algorithm] if target == "torch" else target.rstrip("0123456789")
-    state, more = convert.from_ours(mine, name, bits=bits, weight_dtype=torch.float32)
+    state, more = convert.from_ours(mine, name, bits=bits, weight_dtype=getattr(torch, dtype))
     return state, [*notes, *more]
+
+
+def masters_kept(before: dict[str, Any], after: dict[str, Any]) -> bool | None:
+    """Whether every correction is the same afterwards; None where there was none."""
+    old, new = convert.to_ours(before)[0]["state"], convert.to_ours(after)[0]["state"]
+    corrections = {key: values[CORRECTION] for key, values in old.items() if CORRECTION in values}
+    if not corrections:
+        return None
+    return all(CORRECTION in new[key] and torch.equal(new[key][CORRECTION], value) for key, value in corrections.items())
 
 
 def decoded(state: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -184,11 +215,12 @@ def lost(before: dict[str, Any], after: dict[str, Any]) -> float:
     return worst
 
 
-def as_markdown(algorithm: str, cells: dict[tuple[str, str], Cell]) -> str:
+def as_markdown(algorithm: str, cells: dict[tuple[str, str], Cell], dtype: str = "float32") -> str:
     """The cells as a table: sources down, targets across."""
     names = list(dict.fromkeys(source for source, _ in cells))
     heads = [f"`{name}`" if name in CODECS[algorithm] else name for name in names]
-    lines = [f"| {algorithm}, from \\ to | " + " | ".join(heads) + " |", "| --- " * (len(names) + 1) + "|"]
+    title = " ".join(filter(None, (algorithm, WEIGHTS[dtype])))
+    lines = [f"| {title}, from \\ to | " + " | ".join(heads) + " |", "| --- " * (len(names) + 1) + "|"]
     for source, head in zip(names, heads, strict=True):
         texts = ["" if source == target else cells[source, target].text for target in names]
         lines.append(f"| {head} | " + " | ".join(texts) + " |")

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flashoptim_hf import cli
 from flashoptim_hf.bench import conversion_model as runs
 from flashoptim_hf.bench.conversion_model import Job
-from flashoptim_hf.bench.conversions import CODECS, PACKAGES, refusals, table_of
+from flashoptim_hf.bench.conversions import CODECS, PACKAGES, WEIGHTS, converted, masters_kept, refusals, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("none", "torch", "bitsandbytes32")
@@ -43,6 +44,29 @@ def test_cells(algorithm):
         if cell.difference is not None:
             fp32 = {source, target} <= set(EXACT)
             assert cell.difference < (2e-6 if fp32 else 1e-2), (source, target, cell)
+
+
+def test_cells_of_bf16_weights_say_where_masters_go():
+    cells = table_of("adamw", "bitsandbytes", before=4, after=2, dtype="bfloat16")
+    for (source, target), cell in cells.items():
+        expected = None if source not in CODECS["adamw"] else target in CODECS["adamw"]
+        assert cell.masters is expected, (source, target, cell)
+        assert cell.text.split(", ")[1:-1] == {None: [], True: ["masters"], False: ["no masters"]}[expected]
+        assert cell.difference < 1e-2, (source, target, cell)
+    exact = {pair for pair, cell in cells.items() if cell.error == 0}
+    assert {pair[1] for pair in exact} == set(EXACT)
+
+
+def test_masters_come_along_to_flashoptim_and_back():
+    first = runs.train(runs.ours("adamw", "softsign"), Job("adamw", {}, None, 0, 3, "bfloat16"))
+    there, _ = converted("adamw", first.state, "flashoptim", "bfloat16")
+    assert masters_kept(first.state, there)
+    back = converted("adamw", there, "softsign", "bfloat16")[0]["state"]
+    assert all(torch.equal(back[key][name], value) for key, values in first.state["state"].items() for name, value in values.items())
+    for values in there["state"].values():
+        values.pop("error_bits")
+    assert masters_kept(first.state, there) is False
+    assert masters_kept(there, first.state) is None
 
 
 def test_a_loss_that_is_not_the_sources_would_show():
@@ -77,16 +101,18 @@ def test_the_documented_table_is_the_recorded_one():
     rows = json.loads((ROOT / "benchmarks/results/conversions.json").read_text())["rows"]
     text = (ROOT / "docs/conversion.md").read_text()
     values = {(row["case"], row["metric"]): row["value"] for row in rows}
-    for algorithm, codecs in CODECS.items():
+    lines = text.splitlines()
+    for algorithm, dtype in ((algorithm, dtype) for dtype in WEIGHTS for algorithm in CODECS):
+        codecs = CODECS[algorithm]
         names = [*codecs, *PACKAGES[algorithm]]
         heads = [f"`{name}`" if name in codecs else name for name in names]
-        lines = text.splitlines()
-        start = next(i for i, line in enumerate(lines) if line.startswith(f"| {algorithm}, from"))
+        title = [algorithm, *filter(None, [WEIGHTS[dtype]])]
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"| {' '.join(title)}, from"))
         assert [cell.strip() for cell in lines[start].strip("|").split("|")][1:] == heads
         for source, line in zip(names, lines[start + 2 :], strict=False):
             cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
             for target, cell in zip(names, cells, strict=True):
-                case = f"{algorithm}/{source}->{target}"
+                case = "/".join([*title, f"{source}->{target}"])
                 if source == target:
                     assert cell == ""
                 elif values[case, "refused"]:
@@ -95,3 +121,5 @@ def test_the_documented_table_is_the_recorded_one():
                     error = values[case, "state_error"]
                     assert cell.startswith("exact" if error == 0 else f"{error:.2g}"), (case, cell)
                     assert cell.endswith(f"±{values[case, 'loss_difference']:.1g}"), (case, cell)
+                    kept = values.get((case, "masters_kept"))
+                    assert cell.split(", ")[1:-1] == {None: [], 1: ["masters"], 0: ["no masters"]}[kept], (case, cell)
