@@ -7,6 +7,7 @@ when home has to be current. By then the copy is long done, and nobody waits.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -24,21 +25,23 @@ class Passage:
     """A page in a pinned buffer.
 
     Attributes:
-        page: which.
+        page: which; a page that is freed goes, and its memory with it.
         buffer: uint8, as large as a staging slot at least.
         views: the buffer as the page's planes.
         event: when the device is done with the buffer; None: its last copy was not queued completely, and nobody knows.
         coming: planes that have been sent here and are not home yet.
     """
 
-    page: Page
+    page: weakref.ref[Page]
     buffer: Tensor
+    views: tuple[Tensor, ...]
     event: Event | None = None
     coming: list[int] = field(default_factory=list)
-    views: tuple[Tensor, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.views = tuple(self.buffer.narrow(0, offset, size).view(dtype) for offset, size, dtype in self.page.layout)
+    @classmethod
+    def of(cls, page: Page, buffer: Tensor) -> Passage:
+        views = tuple(buffer.narrow(0, offset, size).view(dtype) for offset, size, dtype in page.layout)
+        return cls(weakref.ref(page), buffer, views)
 
 
 class Bounce:
@@ -97,7 +100,7 @@ class Bounce:
     def _land_page(self, page: Page) -> None:
         """Bring home what is under way of one page, oldest first."""
         for passage in self._landings:
-            if passage.page is page:
+            if passage.page() is page:
                 self._land(passage)
 
     def _take(self, passages: deque[Passage], page: Page, stream: Stream) -> Passage:
@@ -114,17 +117,19 @@ class Bounce:
             buffer = self._spare.pop()
         if buffer is None or buffer.numel() < page.slot_bytes:
             buffer = self._backend.host_empty(page.slot_bytes)
-        passages.append(Passage(page, buffer))
+        passages.append(Passage.of(page, buffer))
         return passages[-1]
 
     def _land(self, passage: Passage) -> None:
         if not passage.coming:
             return
         self._wait(passage, "out")
-        for i in passage.coming:
-            self._backend.host_copy(passage.page.views[i], passage.views[i])
+        page = passage.page()
+        if page is not None:
+            for i in passage.coming:
+                self._backend.host_copy(page.views[i], passage.views[i])
+            page.write_behind()
         passage.coming.clear()
-        passage.page.write_behind()
 
     def _wait(self, passage: Passage, stream: Stream) -> None:
         self._backend.wait_host(self._backend.record(stream) if passage.event is None else passage.event)

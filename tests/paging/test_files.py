@@ -100,6 +100,22 @@ def test_bounce_buffers_do_not_grow_with_the_model(tmp_path):
     assert world.engine.bounce_bytes == 0
 
 
+def test_freed_pages_take_their_files_with_them(tmp_path):
+    """A buffer that a page has passed through does not keep it."""
+    files = OffloadFiles(tmp_path)
+    for seed in range(4):
+        world = World(SimulatedBackend(seed), [128] * 8, files=files, residency=FixedSet(0.5))
+        world.engine.run(world.store.pages, world.update)
+        for block in world.blocks:
+            world.store.free(block)
+        world.engine.offer([])
+        world.engine.synchronize()
+        files._behind.wait()
+        gc.collect()
+        assert list(tmp_path.rglob("*.bin")) == []
+        assert world.engine.resident_bytes == 0
+
+
 def test_pages_are_read_ahead_and_written_behind(tmp_path, monkeypatch):
     """On the host and on a device: a page is announced before it is used, and passed to the disk once it is home."""
     for backend in (HostBackend(), SimulatedBackend(0)):
