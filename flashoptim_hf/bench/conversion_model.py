@@ -222,7 +222,7 @@ def main(source: str, target: str) -> None:
 
     peer.libdevice.pow, peer.libdevice.copysign = power, copysign
     peer._get_sm_count = lambda: 1
-    interpreter = sys.modules[type(peer._triton_adam_kernel).__module__]
+    interpreter: Any = sys.modules[type(peer._triton_adam_kernel).__module__]
     interpreter._convert_float = to_nearest(interpreter._convert_float)
     peer._triton_adam_kernel, peer._triton_momentum_kernel = OneBlock(peer._triton_adam_kernel), OneBlock(peer._triton_momentum_kernel)
     outcomes = []
