@@ -20,7 +20,16 @@ from . import __version__
 from .errors import FlashOptimError
 
 PACKAGE = Path(__file__).resolve().parent
-COMMANDS = {"bench": "bench", "convert": "cli_convert", "inspect": "cli_inspect", "plan": "cli_plan"}
+COMMANDS = {
+    "bench": "bench",
+    "convert": "cli_convert",
+    "doctor": "cli_doctor",
+    "eval": "after/evaluate",
+    "inspect": "cli_inspect",
+    "merge": "after/merge",
+    "plan": "cli_plan",
+    "sample": "after/sample",
+}
 """Command to the module or folder that holds it, relative to the package, with "/" and without ".py"."""
 
 

@@ -336,6 +336,21 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def devices() -> list[torch.device]:
+    """The accelerators of this machine that optimizer state is served on; none where there is only the CPU."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type not in ("cuda", "xpu"):
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def device_name(device: torch.device) -> str:
+    """The name that an accelerator's maker gave it."""
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
 def backend_for(device: torch.device, simulate: int | None = None) -> Backend:
     """The backend that serves a device.
 

@@ -1,0 +1,1 @@
+"""After training: what is done with a model or an adapter that a run has left behind."""
