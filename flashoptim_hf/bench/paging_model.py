@@ -211,6 +211,7 @@ def _step(engine: Engine, pages: list[Page], compute: float, backward: float, *,
         engine.run(pages, _update)
         return
     backend.work(compute * (1 - backward))
+    engine.reserve(pages)
     for number, page in enumerate(pages):
         # its gradients are final after this part of backward; by then it is on its way
         views = engine.begin(page, pages[number + 1 : number + 1 + engine.prefetch])

@@ -71,6 +71,16 @@ def test_times_are_those_of_the_link(report: Report) -> None:
     assert value(report, case, "release", "device_bytes_per_param") == 2
 
 
+def test_backward_hides_what_takes_no_longer_than_itself() -> None:
+    """Over PCIe 3 a page needs nearly all of its part of backward, in each direction; at half of that speed twice as long."""
+    base = simulate(JOB, LINKS["pcie3"], "resident", most_pages=16)
+    assert JOB.state_bytes / LINKS["pcie3"] < JOB.compute * JOB.backward
+    assert simulate(JOB, LINKS["pcie3"], "release", most_pages=16).seconds == pytest.approx(base.seconds, rel=0.01)
+    slower = simulate(JOB, LINKS["pcie3"] / 2, "release", most_pages=16)
+    backward = 2 * JOB.state_bytes / LINKS["pcie3"]
+    assert slower.seconds == pytest.approx(base.seconds + backward - JOB.compute * JOB.backward, rel=0.05)
+
+
 def test_a_part_stands_for_the_whole() -> None:
     few, many = (simulate(JOB, LINKS["pcie4"], "ours", 0.5, most_pages=pages) for pages in (16, 96))
     assert few.seconds == pytest.approx(many.seconds, rel=0.005)
