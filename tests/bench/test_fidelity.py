@@ -165,7 +165,7 @@ def excess(problem: Problem, weights: torch.Tensor) -> float:
 
 @pytest.mark.skipif(not REAL.exists(), reason="the captured gradients are not here")
 def test_joint_halves_the_error_of_log_on_real_gradients():
-    """Measured: 0.0058 and 0.0086, against 0.0128 and 0.0192. Half of what is allowed would still show a lost feedback (0.011, 0.017)."""
+    """Measured: 0.0060 and 0.0090, against 0.0128 and 0.0192; without feedback it would be 0.0132 and 0.0180."""
     report = measure({"all": streams.from_file(REAL)}, [codec_subject(codec) for codec in ("joint", "log")])
     for metric, limit in (("update_error_mean", 0.0065), ("update_error_worst", 0.0095)):
         assert value(report, "all", "joint", metric) < limit
@@ -175,7 +175,7 @@ def test_joint_halves_the_error_of_log_on_real_gradients():
 
 @pytest.mark.parametrize(("name", "limit"), [("lognormal_0.5", 0.015), ("lognormal_2.5", 0.035), ("sparse", 0.010)])
 def test_joint_on_synthetic_streams(name, limit):
-    """Measured at seed 0: 0.0128, 0.0298, 0.0071, and single steps of at most 0.1 lr more than twice the exact ones."""
+    """Measured at seed 0: 0.0134, 0.0341, 0.0073, and single steps of at most 0.1 lr more than twice the exact ones."""
     sigma, keep = streams.SYNTHETIC[name]
     problem = Problem(name, drifting(sigma, keep, 0, steps=1000, elements=4096))
     (outcome,) = codec_subject("joint").solve([problem])
