@@ -1,0 +1,215 @@
+"""The runner: unmodified programs, as a script and as a module, with this package's names; and axolotl's hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashoptim_hf import run
+from flashoptim_hf.axolotl import FlashOptimArgs, FlashOptimPlugin
+from flashoptim_hf.errors import ConfigurationError
+from flashoptim_hf.optim.adamw import FlashAdamW
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE_TESTS = ROOT / "tests" / "recipes"
+HANG = 600  # seconds: no limit on speed, only the end of a run that waits for ever
+
+# A training script as they are written everywhere: transformers alone, its parser, its Trainer. Nothing in it knows of this package.
+CLM = """
+import json, sys
+from dataclasses import dataclass, field
+from itertools import chain
+
+import helper_beside_it
+from datasets import load_dataset
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed,
+)
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str
+
+@dataclass
+class DataArguments:
+    train_file: str
+    block_size: int = field(default=32)
+
+def main():
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
+    set_seed(training_args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+    raw = load_dataset("text", data_files=data_args.train_file, split="train")
+    tokens = raw.map(lambda rows: tokenizer(rows["text"]), batched=True, remove_columns=["text"])
+    def blocks(rows):
+        whole = {key: list(chain(*rows[key])) for key in rows}
+        size = data_args.block_size
+        end = len(whole["input_ids"]) // size * size
+        cut = {key: [values[i : i + size] for i in range(0, end, size)] for key, values in whole.items() if key != "token_type_ids"}
+        return {**cut, "labels": [list(ids) for ids in cut["input_ids"]]}
+    data = tokens.map(blocks, batched=True)
+    trainer = Trainer(model=model, args=training_args, train_dataset=data, processing_class=tokenizer, data_collator=default_data_collator)
+    result = trainer.train()
+    trainer.save_model()
+    trainer.save_metrics("train", result.metrics)
+    print("optimizer", type(trainer.optimizer.optimizer).__name__, trainer.optimizer.optimizer.defaults["paged"], sys.argv[0])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sys.path.insert(0, str(RECIPE_TESTS))
+    from recipe_tiny import build_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("run") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=264, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def launch(*words: str, launcher: bool = True) -> str:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "WORLD_", "RANK", "LOCAL_"))}
+    env.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    start = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"] if launcher else []
+    command = [sys.executable, *start, "-m", "flashoptim_hf.run", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=HANG)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout + done.stderr
+
+
+def options(model: Path, output: Path) -> list[str]:
+    return [
+        *("--model_name_or_path", str(model), "--output_dir", str(output), "--optim", "flashoptim_paged_adamw", "--max_steps", "3"),
+        *("--logging_steps", "1", "--per_device_train_batch_size", "2", "--learning_rate", "0.01", "--report_to", "none"),
+        *("--optim_args", "page_bytes=64KiB", "--use_cpu", "true", "--bf16", "false"),
+    ]
+
+
+def logged(output: Path) -> list[dict[str, float]]:
+    (state,) = output.glob("checkpoint-*/trainer_state.json")
+    return [row for row in json.loads(state.read_text())["log_history"] if "loss" in row]
+
+
+def test_a_script_that_knows_nothing_of_us(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "helper_beside_it.py").write_text("")
+    script, text = tmp_path / "run_clm_style.py", tmp_path / "train.txt"
+    script.write_text(CLM)
+    text.write_text("One line of text.\nAnother line of it.\n" * 20)
+    printed = launch(str(script), *options(model, tmp_path / "out"), "--train_file", str(text))
+    assert f"optimizer FlashAdamW True {script}" in printed
+    rows = logged(tmp_path / "out")
+    assert len(rows) == 3
+    assert all(row["optim_state_bytes"] > 0 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_trl_sft_as_a_module(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text("\n".join(json.dumps({"text": f"sample {i} of some"}) for i in range(12)))
+    words = [*options(model, tmp_path / "out"), "--dataset_name", str(data), "--gradient_checkpointing", "false", "--max_length", "32"]
+    launch("-m", "trl.scripts.sft", *words)
+    rows = logged(tmp_path / "out")
+    assert len(rows) == 3
+    assert all(row["optim_state_bytes"] > 0 for row in rows)
+
+
+def test_programs_see_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import json, pathlib, sys\n"
+        "assert __name__ == '__main__'\n"
+        "import flashoptim_hf\n"
+        f"pathlib.Path({str(tmp_path / 'seen.json')!r}).write_text(json.dumps([sys.argv, sys.path[0], __file__]))\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["run"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run.main([str(script), "-m", "--flag", "value"])
+    argv, first, file = json.loads((tmp_path / "seen.json").read_text())
+    assert argv == [str(script), "-m", "--flag", "value"]
+    assert first == str(tmp_path)
+    assert file == str(script)
+
+    seen = {}
+    monkeypatch.setattr(runpy, "run_module", lambda name, **how: seen.update(name=name, argv=sys.argv, path=sys.path[0], **how))
+    run.main(["-m", "trl.scripts.sft", "--optim", "x"])
+    assert seen == {
+        "name": "trl.scripts.sft",
+        "argv": ["trl.scripts.sft", "--optim", "x"],
+        "path": "",
+        "run_name": "__main__",
+        "alter_sys": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "no program"), (["-m"], "no program"), (["--optim", "x"], "before --optim"), (["trl", "sft"], "trl.scripts.sft")],
+)
+def test_no_program_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.main(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- axolotl
+
+
+def trainer(tmp_path: Path) -> SimpleNamespace:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    config = LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", learning_rate=3e-4, weight_decay=0.1, adam_beta2=0.95, optim="adamw_torch"
+    )
+    return Trainer(LlamaForCausalLM(config), args)
+
+
+def test_the_plugins_optimizer_has_axolotls_values(tmp_path: Path) -> None:
+    plugin = FlashOptimPlugin()
+    plugin.register({})
+    made = plugin.create_optimizer({"flashoptim": "flashoptim_paged_adamw", "flashoptim_args": "page_bytes=2MiB"}, trainer(tmp_path))
+    assert isinstance(made, FlashAdamW)
+    assert (made.defaults["lr"], made.defaults["betas"], made.defaults["paged"]) == (3e-4, (0.9, 0.95), True)
+    assert made.defaults["page_bytes"] == 2 * 2**20
+    decay = {group["weight_decay"]: sum(p.dim() < 2 for p in group["params"]) for group in made.param_groups}
+    assert decay[0.1] == 0
+    assert decay[0.0] == 3  # the norms
+    assert FlashOptimPlugin().create_optimizer({}, trainer(tmp_path)) is None
+    with pytest.raises(ConfigurationError, match="flashoptim='adamw' is not known; choose one of flashoptim_adamw"):
+        plugin.create_optimizer({"flashoptim": "adamw"}, trainer(tmp_path))
+
+
+def test_the_plugins_other_hooks_do_nothing() -> None:
+    plugin = FlashOptimPlugin()
+    module, _, name = plugin.get_input_args().rpartition(".")
+    assert getattr(sys.modules[module], name) is FlashOptimArgs
+    assert FlashOptimArgs(flashoptim="flashoptim_adamw").flashoptim_args is None
+    for hook in (
+        "pre_model_load",
+        "post_model_load",
+        "post_trainer_create",
+        "load_datasets",
+        "create_lr_scheduler",
+        "post_train",
+        "new_hook",
+    ):
+        assert getattr(plugin, hook)(None, None) is None
+    assert plugin.add_callbacks_pre_trainer(None, None) == plugin.add_callbacks_post_trainer(cfg=None, trainer=None) == []
