@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..kernels.rule import UpdateRule
 from ..optim.options import budget
 from ..paging import plan
-from ..paging.residency import FixedSet, pages_ahead, parse_budget
+from ..paging.residency import BURST, IN_FLIGHT, FixedSet, pages_ahead, parse_budget
 from ..paging.store import BOUNDARY
 from .setup import PREFIX
 
@@ -142,7 +142,8 @@ def _staged(state: StatePlan, options: Mapping[str, Any], sizes: dict[PageId, in
     travel = [page for page in sizes if not chosen.admits(page)]
     staging = 0
     if travel and options["transport"] != "zero_copy":
-        count = min(len(travel), pages_ahead(plan.parse_bytes(options["page_bytes"])) + 2)
+        in_flight = BURST if options["gradient_release"] else IN_FLIGHT
+        count = min(len(travel), pages_ahead(plan.parse_bytes(options["page_bytes"]), in_flight) + 2)
         staging = count * max(slots[page] for page in travel)
     remark = ""
     if options["device_budget_bytes"] == "auto":
