@@ -56,8 +56,9 @@ def load_base(model_args: ModelConfig, args: TrainingArguments) -> PreTrainedMod
     # FSDP2 cuts floating point tensors only: 4-bit weights in the default blocks of uint8 would stay whole on every process
     storage = model_args.bnb_4bit_quant_storage or (compute if sharded else None)
     quantization = get_quantization_config(replace(model_args, dtype=compute, bnb_4bit_quant_storage=storage))
-    # Each process loads onto its own device. "auto" would spread the model over all of them, which a quantized model cannot train on.
-    device = args.device.type if args.device.type == "cpu" else f"{args.device.type}:{args.local_process_index}"
+    # Each process loads onto its own device. "auto" would spread the model over all of them, which a quantized model cannot train on. Under
+    # FSDP it loads into host memory, and what becomes of it there goes to the device: all of it at once would not fit.
+    device = "cpu" if sharded or args.device.type == "cpu" else f"{args.device.type}:{args.local_process_index}"
     print(f"[rank {args.process_index}] loading {model_args.model_name_or_path} with device map {{'': '{device}'}}", flush=True)
     model = AutoModelForCausalLM.from_pretrained(
         model_args.model_name_or_path,
@@ -66,7 +67,7 @@ def load_base(model_args: ModelConfig, args: TrainingArguments) -> PreTrainedMod
         attn_implementation=model_args.attn_implementation,
         dtype=model_args.dtype,
         quantization_config=quantization,
-        device_map=None if sharded else {"": device},
+        device_map={"": device},
     )
     # On CPUs with AVX512-BF16, bitsandbytes (0.50.2 at least) repacks a layer for good at its first pass in evaluation mode, and a repacked
     # layer passes no gradient on: training after an evaluation would go on with wrong gradients and no error.

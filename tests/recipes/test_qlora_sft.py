@@ -208,10 +208,14 @@ def test_two_processes_each_load_on_their_own_device(tiny_model: Path, data: Pat
     assert done.stdout.count("in force: 2 process(es)") == 1
 
 
-@pytest.mark.parametrize(("device", "index", "expected"), [("cuda", 1, "cuda:1"), ("xpu", 0, "xpu:0"), ("cpu", 1, "cpu")])
+@pytest.mark.parametrize(
+    ("device", "index", "fsdp", "expected"),
+    [("cuda", 1, "false", "cuda:1"), ("xpu", 0, "false", "xpu:0"), ("cpu", 1, "false", "cpu"), ("cuda", 1, "true", "cpu")],
+)
 def test_device_map_comes_from_the_local_process_index(
-    device: str, index: int, expected: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+    device: str, index: int, fsdp: str, expected: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", fsdp)
     seen: dict[str, Any] = {}
 
     def load(*_: Any, **kwargs: Any) -> None:
