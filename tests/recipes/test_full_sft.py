@@ -12,7 +12,7 @@ import pytest
 import qlora_dpo
 import torch
 from datasets import Dataset
-from recipe_launch import launch, state, tensors
+from recipe_launch import launch, run_here, state, tensors
 from safetensors.torch import load_file
 
 from flashoptim_hf.errors import ConfigurationError
@@ -45,6 +45,7 @@ def test_full_fine_tuning_resumed_equals_uninterrupted(tiny_model: Path, alpaca:
         "early_stopping_patience": 5,
         "per_device_train_batch_size": 2,
         "learning_rate": 0.001,
+        "optim_args": "gradient_release=true",
         "max_length": 96,
         "sample_tokens": 2,
         "first_look": 1,
@@ -101,7 +102,9 @@ def test_what_full_fine_tuning_does_not_do(options: tuple[str, ...], message: st
         full_sft.check(args, model_args)
 
 
-def test_preferences_train_and_resume_like_an_uninterrupted_run(tiny_model: Path, tmp_path: Path) -> None:
+def test_preferences_train_and_resume_like_an_uninterrupted_run(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "preferences.jsonl"
     rows = [{"prompt": f"Number {i}? ", "chosen": "Yes, " * (i % 3 + 1), "rejected": "No.", "id": i} for i in range(12)]
     data.write_text("\n".join(map(json.dumps, rows)))
@@ -118,8 +121,8 @@ def test_preferences_train_and_resume_like_an_uninterrupted_run(tiny_model: Path
         "disable_tqdm": True,
     }
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    printed = launch("qlora_dpo.py", *words(settings), "--output_dir", str(whole))
-    assert "optimizer flashoptim_paged_adamw" in printed
+    run_here(qlora_dpo, monkeypatch, [*words(settings), "--output_dir", str(whole)])
+    assert "optimizer flashoptim_paged_adamw" in capsys.readouterr().out
     history = state(whole / f"checkpoint-{STEPS}")["log_history"]
     losses = [row["loss"] for row in history if "loss" in row]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # log 2: adapter and reference agree before the first step
@@ -128,7 +131,7 @@ def test_preferences_train_and_resume_like_an_uninterrupted_run(tiny_model: Path
     assert not any("eval_perplexity" in row for row in history)
 
     shutil.copytree(whole / f"checkpoint-{HALF}", parts / f"checkpoint-{HALF}")
-    launch("qlora_dpo.py", *words(settings), "--output_dir", str(parts), "--resume_from_checkpoint", "auto")
+    run_here(qlora_dpo, monkeypatch, [*words(settings), "--output_dir", str(parts), "--resume_from_checkpoint", "auto"])
     adapter, again = (load_file(path / f"checkpoint-{STEPS}" / "adapter_model.safetensors") for path in (whole, parts))
     assert all(adapter[key].dtype == again[key].dtype and torch.equal(adapter[key], again[key]) for key in adapter)
 

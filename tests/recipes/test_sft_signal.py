@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import qlora_sft
 import sft_callbacks
 import sft_run
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from recipe_launch import state
+from recipe_launch import run_here, state
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -31,8 +29,6 @@ class Kill(TrainerCallback):
 
 
 def run(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], kill: bool = False) -> None:
-    for shared in (AcceleratorState, GradientState, PartialState):
-        shared._reset_state()
     attach = sft_callbacks.attach
 
     def with_kill(trainer: Any, *rest: Any) -> Any:
@@ -42,9 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], kill: bool = 
 
     with monkeypatch.context() as patch:
         patch.setattr(sft_callbacks, "attach", with_kill)
-        patch.setattr(sys, "argv", ["qlora_sft.py", *(word for key, value in settings.items() for word in (f"--{key}", str(value)))])
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        qlora_sft.main()
+        run_here(qlora_sft, patch, [word for key, value in settings.items() for word in (f"--{key}", str(value))])
 
 
 def test_stopped_by_a_signal_and_resumed_by_the_same_command(
