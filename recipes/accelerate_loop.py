@@ -114,6 +114,8 @@ def main() -> None:
                 save(accelerator, output / f"checkpoint-{step}", step)
             if step == config.max_steps:
                 break
+    del model  # and what Accelerate has of it: the group of processes that it belongs to is left first otherwise, which can hang
+    accelerator.free_memory()
     accelerator.end_training()
 
 

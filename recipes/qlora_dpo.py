@@ -17,7 +17,7 @@ import sft_checks
 import sft_data
 import sft_options
 import sft_run
-from accelerate import PartialState
+import sft_train
 from datasets import Dataset
 from transformers import set_seed
 from trl import DPOConfig, DPOTrainer, TrlParser
@@ -103,7 +103,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset_name=config.dataset, tags=["flashoptim-hf"])
         sft_run.report_end(trainer, watch, "", {})
-    PartialState().destroy_process_group()
+    sft_train.leave(trainer)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[
             f"stopped by SIGTERM after step {step} of {trainer.state.max_steps}; checkpoint-{step} in {args.output_dir} is complete. To go "
             "on: the same command with --resume_from_checkpoint auto (or with auto_resume: true, the same command as it is)."
         )
-        PartialState().destroy_process_group()
+        leave(trainer)
         raise SystemExit(128 + signal.SIGTERM)
     if trainer.eval_dataset is not None and not any("eval_loss" in row and row["step"] == step for row in trainer.state.log_history):
         trainer.evaluate()
@@ -49,6 +49,17 @@ def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset_name=config.dataset, tags=["flashoptim-hf"])
         sft_run.report_end(trainer, watch, tokenizer.decode(prompt), answers)
+    leave(trainer)
+
+
+def leave(trainer: Trainer) -> None:
+    """Leave the process group, after the wrapped model has gone.
+
+    DDP's own reference to the group would otherwise be the last one, and letting go of that can hang (torch 2.13, gloo): Python waits for
+    the group's thread, and that thread for Python.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
     PartialState().destroy_process_group()
 
 

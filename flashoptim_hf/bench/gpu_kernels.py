@@ -124,7 +124,9 @@ def _one_step(machine: Machine, case: str, name: str, readable: FlashAdamW, fast
         optimizer.step()
     most, different, codes, constants, weights, excess = 0, 0, 0, 0.0, 0.0, 0.0
     for a, b in zip(_params(readable), _params(fast), strict=True):
-        for key, plane in readable.state[a].items():
+        # m is stored relative to what v decodes to: where v fell to another side of a rounding boundary, its code says something else
+        same = torch.ones(a.numel(), dtype=torch.bool, device=a.device)
+        for key, plane in reversed(readable.state[a].items()):
             other = fast.state[b][key]
             if key in ("step", "correction"):  # a correction is judged with its weight, since the two carry over
                 continue
@@ -132,8 +134,12 @@ def _one_step(machine: Machine, case: str, name: str, readable: FlashAdamW, fast
                 error = (plane - other).abs() / plane.abs().clamp(min=1e-30)
                 constants = max(constants, float(error.max()))
             else:
-                apart = (plane.int() - other.int()).abs()
-                most, different, codes = max(most, int(apart.max())), different + int((apart > 0).sum()), codes + apart.numel()
+                apart = (plane.int() - other.int()).abs().flatten()
+                different, codes = different + int((apart > 0).sum()), codes + apart.numel()
+                if len(apart) == len(same):
+                    most, same = max(most, int((apart * same.to(apart.device)).max())), same & (apart == 0).to(same.device)
+                else:
+                    most = max(most, int(apart.max()))
         first, second = (optimizer.decoded_state(p)["master_weight"].double() for optimizer, p in ((readable, a), (fast, b)))
         apart = (first - second).abs()
         weights = max(weights, float(apart.max()) / LR)
