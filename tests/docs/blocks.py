@@ -96,8 +96,7 @@ def parse(text: str, file: str) -> Page:
 
 def _block(file: str, line: int, token: Any, said: re.Match[str] | None) -> Block:
     language = token.info.strip().split()[0] if token.info.strip() else ""
-    if token.type == "code_block":
-        language = "bash"  # indented blocks say nothing; they hold commands here, or the parser of commands refuses them
+    language = language or "bash"  # blocks that say nothing hold commands here, or the parser of commands refuses them
     classes = CLASSES.get(language, ())
     options = dict(pair.split("=", 1) for pair in said[2].split()) if said else {}
     kind = said[1] if said else next(iter(classes), "")

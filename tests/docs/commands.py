@@ -22,11 +22,15 @@ from .blocks import ROOT
 SHELL = ("cat", "cd", "cp", "echo", "export", "git", "hf", "ls", "mkdir", "source", "tail")
 """Commands of others that a page may use; only the shell's own syntax check reads them."""
 
-RECIPES = {path.stem: path for path in (ROOT / "recipes").glob("*.py") if "def make_parser" in path.read_text(encoding="utf-8")}
+RECIPES = {path.stem: path for path in (ROOT / "recipes").glob("*.py") if "def make_parser()" in path.read_text(encoding="utf-8")}
 
 
 class Wrong(Exception):
     """A command that would not work. The message is the parser's."""
+
+
+class Unfinished(Wrong):
+    """A command that lacks something, as a name in running text does."""
 
 
 def lines(text: str) -> Iterator[list[str]]:
@@ -37,7 +41,8 @@ def lines(text: str) -> Iterator[list[str]]:
             words = shlex.split(command, comments=True)
             while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
                 words.pop(0)
-            words = [word for word in words if word not in ("...", "…")]
+            if words[-1:] == ["..."] and not words[-2:][0].startswith("--"):
+                words.pop()  # and so on
             if words:
                 yield words
 
@@ -80,9 +85,9 @@ def check(words: list[str]) -> None:
         if error.code not in (0, None):
             raise Wrong(f"{shlex.join(words)}: {said.getvalue().strip() or error}") from error
     except Wrong as error:
-        raise Wrong(f"{shlex.join(words)}: {error}") from None
-    except ValueError as error:
-        raise Wrong(f"{shlex.join(words)}: {error}") from error
+        raise type(error)(f"{shlex.join(words)}: {error}") from None
+    except (ValueError, LookupError) as error:
+        raise Wrong(f"{shlex.join(words)}: {error!r}") from error
 
 
 def _exists(name: str) -> None:
@@ -123,9 +128,7 @@ def python(rest: list[str]) -> None:
         if importlib.util.find_spec(rest[1]) is None:
             raise Wrong(f"there is no module {rest[1]}")
         if rest[1] == "flashoptim_hf.run":
-            if not rest[2:]:
-                raise Wrong("no program is named after flashoptim_hf.run")
-            python(rest[2:])
+            python(rest[2:]) if rest[2:] else None
     else:
         script(rest[0], rest[1:])
 
@@ -253,7 +256,8 @@ def flashoptim_hf(rest: list[str]) -> None:
             context = command.make_context(name, words)
     except Exception as error:
         # click's usage errors; typer may bring a click of its own, so their class is not asked for
-        raise Wrong(error.format_message() if hasattr(error, "format_message") else repr(error)) from error
+        kind = Unfinished if type(error).__name__ == "MissingParameter" else Wrong
+        raise kind(error.format_message() if hasattr(error, "format_message") else repr(error)) from error
     config = context.params.get("config")
     if config is not None and "/" in str(config):
         _exists(str(config))
@@ -276,7 +280,7 @@ def pip(rest: list[str]) -> None:
     parser.add_argument("-c", type=_exists)
     parser.add_argument("-e")
     parser.add_argument("--no-deps", action="store_true")
-    args = parser.parse_args(rest)
+    args = parser.parse_intermixed_args(rest)
     for extra in (args.e or "").removeprefix(".").strip("[]").split(","):
         if extra and extra not in extras:
             raise Wrong(f"pyproject.toml has no extra {extra}")
@@ -315,7 +319,8 @@ def check_span(text: str) -> None:
     """Commands, flags and options of the optimizer in running text. Raises `Wrong`."""
     if COMMANDS.match(text):
         for words in lines(text):
-            check(words)
+            with contextlib.suppress(Unfinished):
+                check(words)
     elif text.startswith("--"):
         for flag in _flags(shlex.split(text)):
             if flag not in known_flags() and flag != "--":
