@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "cli_inspect",
     "merge": "after/merge",
     "plan": "cli_plan",
+    "report": "report/command",
     "sample": "after/sample",
 }
 """Command to the module or folder that holds it, relative to the package, with "/" and without ".py"."""

@@ -29,6 +29,7 @@ RANKS = {
     "cli_doctor": 6,
     "cli_inspect": 6,
     "cli_plan": 6,
+    "report": 6,
     "run": 6,
     "": 6,  # the package's own __init__: it may use everything, and nothing below may use it
 }
