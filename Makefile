@@ -2,6 +2,8 @@
 # make test    runs the test suite
 # make race    plays 20,000 random schedules of the pager, and kills 50 runs
 # make mutants breaks the pager in several ways, and shows that the schedules notice each
+# make docs       builds the documentation as a site, in site/
+# make docs-check runs every command in README and docs that can run here, as it stands, with the demo's model
 # make lint | types | clean
 #
 # Each target makes its own environment in .venv, or reuses it. PYTHON=python3.12 chooses the interpreter, VENV=path another folder.
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 DEPENDENCIES := pyproject.toml constraints.txt $(wildcard flashoptim_hf/kernels/cpu/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test race mutants lint types clean demo-assets
+.PHONY: help demo test race mutants docs docs-check lint types clean demo-assets
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -62,6 +64,19 @@ race: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	@echo "==> faults in the pager"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.race.mutants
+
+$(VENV)/.docs: $(VENV)/.base
+	@echo "==> $(VENV): what makes the site"
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@echo "==> site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-check: $(VENV)/.dev demo-assets
+	@echo "==> commands and snippets of README and docs"
+	@$(BIN)/python -m tests.docs.real $(ARGS)
 
 lint: $(VENV)/.dev
 	@echo "==> ruff"

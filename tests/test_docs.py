@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -98,3 +99,27 @@ def test_blocks_run(path: Path, model: Path, tmp_path: Path, monkeypatch: pytest
 def test_navigation_has_every_page() -> None:
     listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= listed
+
+
+def messages() -> list[str]:
+    """Every string of the package and the recipes, with a zero byte where a value is put in."""
+    found = []
+    for path in [*(ROOT / "flashoptim_hf").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def invented(page: Page, known: list[str]) -> list[str]:
+    """Messages in the first column of a page's tables that nothing here says. Those of others carry their package's name in brackets."""
+    quoted = [match[1] for row in page.tables if (match := re.fullmatch(r"`([^`]+)`", row[0].strip()))]
+    assert quoted
+    patterns = [re.compile(".*?".join(re.escape(part.strip()) for part in text.split("...")), re.DOTALL) for text in quoted]
+    return [text for text, pattern in zip(quoted, patterns, strict=True) if not any(pattern.search(message) for message in known)]
+
+
+def test_troubleshooting_quotes_what_is_really_said() -> None:
+    assert not invented(read(ROOT / "docs/troubleshooting.md"), messages())

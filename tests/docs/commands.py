@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import yaml
@@ -128,9 +129,26 @@ def python(rest: list[str]) -> None:
         if importlib.util.find_spec(rest[1]) is None:
             raise Wrong(f"there is no module {rest[1]}")
         if rest[1] == "flashoptim_hf.run":
-            python(rest[2:]) if rest[2:] else None
+            _runner(rest[2:])
+        else:
+            training_arguments(rest[2:])
     else:
         script(rest[0], rest[1:])
+
+
+def _runner(rest: list[str]) -> None:
+    """What follows `-m flashoptim_hf.run`: its own options, then a script, a module or a command that an installed package brings."""
+    while rest[:1] and rest[0] in ("--adamw", "--adamw_args"):
+        optimizer(rest[1]) if rest[0] == "--adamw" else optim_args("adamw", rest[1])
+        rest = rest[2:]
+    if not rest:
+        raise Unfinished("no program is named after flashoptim_hf.run")
+    if rest[0] == "-m" or rest[0].endswith(".py"):
+        python(rest)
+    elif next(iter(entry_points(group="console_scripts", name=rest[0])), None) is None:
+        raise Wrong(f"no installed package has the command {rest[0]}")
+    else:
+        training_arguments(rest[1:])
 
 
 def script(name: str, options: list[str]) -> None:
@@ -309,7 +327,8 @@ def known_flags() -> frozenset[str]:
                 groups.append((command, [*path, name]))
                 continue
             found |= {flag for parameter in _command([*path, name])[0].params for flag in (*parameter.opts, *parameter.secondary_opts)}
-    return frozenset(found | {"--help", "--version"})
+    runner = importlib.import_module("flashoptim_hf.run").OPTIONS
+    return frozenset(found | {"--help", "--version", *runner})
 
 
 COMMANDS = re.compile(r"(accelerate launch|flashoptim-hf|torchrun|make|pip install|python3?) \S")
