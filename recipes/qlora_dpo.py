@@ -23,6 +23,7 @@ from transformers import set_seed
 from trl import DPOConfig, DPOTrainer, TrlParser
 
 from flashoptim_hf.errors import ConfigurationError
+from flashoptim_hf.report.callback import ReportCallback
 
 DEFAULTS = {**qlora_sft.DEFAULTS, "learning_rate": 5e-6}
 COLUMNS = ("prompt", "chosen", "rejected")
@@ -91,6 +92,8 @@ def main() -> None:
         callbacks=[watch],
     )
     sft_checks.trainable(trainer.model)
+    report = ReportCallback()
+    trainer.add_callback(report)
     try:
         trainer.train(resume_from_checkpoint=resumed)
     except sft_run.TrainedAlready:
@@ -102,7 +105,7 @@ def main() -> None:
         trainer.push_to_hub(dataset_name=config.dataset)
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset_name=config.dataset, tags=["flashoptim-hf"])
-        sft_run.report_end(trainer, watch, "", {})
+        sft_run.report_end(trainer, watch, "", {}, report.path)
     sft_train.leave(trainer)
 
 

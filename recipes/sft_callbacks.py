@@ -13,6 +13,17 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traine
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from flashoptim_hf.errors import ConfigurationError
+from flashoptim_hf.report import history
+
+
+def samples_file(args: TrainingArguments) -> Path:
+    """Where answers are kept. The Trainer pushes all of the output folder but names with an underscore, and answers may be private."""
+    return Path(args.output_dir, "_samples.jsonl" if args.push_to_hub else "samples.jsonl")
+
+
+def read_samples(args: TrainingArguments) -> list[dict[str, Any]]:
+    """The answers of the run so far, for its report."""
+    return history.samples(samples_file(args).parent)
 
 
 class Samples(TrainerCallback):
@@ -40,7 +51,7 @@ class Samples(TrainerCallback):
             return
         print(f"answer at step {state.global_step}: {answer.strip()}", flush=True)
         line = {"step": state.global_step, "prompt": self.trainer.processing_class.decode(self.prompt), "answer": answer}
-        path = Path(args.output_dir, "samples.jsonl")
+        path = samples_file(args)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -282,8 +282,13 @@ def optimizer_rows(optimizer: Any, trainable: list[torch.nn.Parameter], world_si
     ]
 
 
-def report_end(trainer: Trainer, watch: Watch, prompt: str, answers: dict[str, str]) -> None:
-    """Write the loss curve, print the sample answers and the closing table. `answers`: by what is printed before them; may be empty."""
+def report_end(trainer: Trainer, watch: Watch, prompt: str, answers: dict[str, str], page: Path | None) -> None:
+    """Write the loss curve, print the sample answers and the closing table.
+
+    Args:
+        answers: by what is printed before them; may be empty.
+        page: of the report; None where there is none, because nothing was trained.
+    """
     args, history, console = trainer.args, trainer.state.log_history, Console()
     curve = Path(args.output_dir, "loss.png")
     plot_losses(history, curve)
@@ -298,6 +303,7 @@ def report_end(trainer: Trainer, watch: Watch, prompt: str, answers: dict[str, s
         *optimizer_rows(trainer.optimizer, trainable, args.world_size),
         ("adapter" if isinstance(trainer.model, PeftModel) else "model", args.output_dir),
         ("loss curve", str(curve)),
+        *([("report", str(page))] if page is not None else []),
     ]
     if any(answers.values()):
         console.print(Panel(Text(prompt.strip()), title="prompt"))

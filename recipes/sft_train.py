@@ -12,6 +12,7 @@ from accelerate import PartialState
 from transformers import Trainer
 
 import flashoptim_hf
+from flashoptim_hf.report.callback import ReportCallback
 
 
 def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[int], model_name: str) -> None:
@@ -25,9 +26,14 @@ def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[
     sft_checks.tokenizer_fits(trainer.model, tokenizer, model_name)
     sft_checks.trainable(trainer.model)
     stop = sft_callbacks.attach(trainer, config, prompt)
+    report = ReportCallback()
+    trainer.add_callback(report)
     report_start(trainer)
     # The base model's answer, on resumption too: the checkpoint is loaded later, when training begins.
     answers = {"before": sft_run.sample(trainer, prompt, config.sample_tokens, "Sample before")}
+    shown = tokenizer.decode(prompt)
+    if answers["before"]:
+        report.add_sample("before training", shown, answers["before"])
     try:
         trainer.train(resume_from_checkpoint=watch.resumed)
     except sft_run.TrainedAlready:
@@ -48,7 +54,13 @@ def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[
         trainer.push_to_hub(dataset_name=config.dataset)
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset_name=config.dataset, tags=["flashoptim-hf"])
-        sft_run.report_end(trainer, watch, tokenizer.decode(prompt), answers)
+        for row in [
+            *sft_callbacks.read_samples(args),
+            *([{"label": "after training", "answer": answers["after"]}] if answers["after"] else []),
+        ]:
+            report.add_sample(row["label"], row.get("prompt", shown), row["answer"])
+        report.write()
+        sft_run.report_end(trainer, watch, shown, answers, report.path)
     leave(trainer)
 
 

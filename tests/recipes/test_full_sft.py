@@ -78,6 +78,17 @@ def test_full_fine_tuning_resumed_equals_uninterrupted(tiny_model: Path, alpaca:
     answers = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
     assert [answer["step"] for answer in answers] == [HALF, STEPS]
     assert "flashoptim-hf" in (whole / "README.md").read_text()
+    page = (whole / "report.html").read_text()
+    for part in (
+        "finished, 4 steps",
+        "answer before training",
+        "answer at step 2",
+        "answer after training",
+        "optimizer state in use",
+        "equal",
+    ):
+        assert part in page
+    assert str(whole / "report.html") in printed
 
     # the same command once more: the run is at its end, so nothing is trained, and the results are the same
     printed = launch("full_sft.py", *words(settings), "--output_dir", str(whole))
@@ -129,6 +140,7 @@ def test_preferences_train_and_resume_like_an_uninterrupted_run(
     assert losses[-1] < losses[0]
     assert any("rewards/margins" in row and "optim_state_bytes" in row for row in history)
     assert not any("eval_perplexity" in row for row in history)
+    assert "rewards/margins" in (whole / "report.html").read_text()
 
     shutil.copytree(whole / f"checkpoint-{HALF}", parts / f"checkpoint-{HALF}")
     run_here(qlora_dpo, monkeypatch, [*words(settings), "--output_dir", str(parts), "--resume_from_checkpoint", "auto"])

@@ -74,6 +74,7 @@ def test_stopped_by_a_signal_and_resumed_by_the_same_command(
     assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == [f"checkpoint-{AT}"]
     assert not (tmp_path / "stopped" / "adapter_model.safetensors").exists()  # the run is not over
     assert signal.getsignal(signal.SIGTERM) is before
+    assert f"stopped early, after step {AT} of {STEPS}" in (tmp_path / "stopped" / "report.html").read_text()
     run(monkeypatch, stopped)
 
     folders = [tmp_path / name / f"checkpoint-{STEPS}" for name in ("whole", "stopped")]
