@@ -5,7 +5,8 @@ Like `log`, this codec stores r = sqrt(v) on a logarithmic lattice and m as u = 
 *Allotment.* An element has 65536 states: L values of r and a 0, times M = 2 n + 1 values of u. An error of r̂ stays for 1 / (1 - beta2)
 steps and one of m̂ for 1 / (1 - beta1), so that r deserves more of them, the more the wider the group spreads. n, from 43 to 96, follows
 from the octaves R that the group's r spans, R(n) = 5 (64 / n)^4, and L = floor(65536 / M) - 1: 338 to 752 levels. n changes only when R no
-longer fits, or would fit with 10 % to spare.
+longer fits, or would fit with 10 % to spare. Where u of a group was large in the step before, n is 140 and L 232: a code of u must not be
+worth more than a few hundredths of a learning rate.
 
 *Lattice.* r̂ = 2^(a step) with a whole number a: the lattice does not move with the group's extremes, and `top`, the a of its upper end, is
 a multiple of 16. Three numbers in 5 bytes then describe a group, which may be as small as 32 for 2.156 bytes per parameter.
@@ -15,7 +16,7 @@ a multiple of 16. Three numbers in 5 bytes then describe a group, which may be a
 not add up, and a small momentum that rounding keeps from decaying does not move the weight either.
 
 Error of one encode, with r̂ and m̂ what decodes: |log2(r̂ / r)| <= step for r within 24 octaves of the group's largest, half of that with
-`dither=False`, and |m̂ - m| <= r̂ umax / (2 n) (1 + 2^-7). Elements farther below are raised to that limit. Range as in `log`.
+`dither=False`, and |m̂ - m| <= r̂ umax max(1 / 2n, 2^-8) (1 + 2^-7). Elements farther below are raised to that limit. Range as in `log`.
 
 Sources: block-wise 8-bit states, arXiv 2110.02861, section 2; why low-bit EMAs need unbiased rounding, arXiv 2505.00347, section 4.
 """
@@ -41,41 +42,84 @@ WIDTH_AT_64 = 5.0
 """Octaves of r that a group with n = 64 spans; with other n, (64 / n)^4 times as many."""
 KEEP = 1.1 ** (-1 / 4)
 """n is kept down to this share of what would do: a range of up to 1.1 times what is needed."""
+FINE = 140
+"""n of groups whose u is large. With 232 levels of r they still span 24 octaves."""
+FINE_ENTRIES, FINE_ZERO, FINE_OCTAVES = 128, 120, 0.18162
+"""Entries of the plane `levels` from 128 on stand for `FINE`, and a range of r of (entry - 120) 0.18162 octaves; others are n."""
+LARGE, STILL_LARGE = 0.03**2, 0.5**2
+"""u is large where a code of it, umax / n, would be more than 0.03, and stays so down to half of that; both are squared here."""
+BIAS_STEPS = 1000.0
+"""AdamW's bias corrections make u larger than the step it stands for, by about the root of (t + 1000) / t at step t. So codes may be."""
 ANCHOR = 16
 STEP_GRID = 2.0**-18
 
 _GROUP, _FEWEST, _MOST, _ANCHOR, _STEP_GRID = (tl.constexpr(value) for value in (GROUP, FEWEST, MOST, ANCHOR, STEP_GRID))
 _WIDTH, _KEEP, _LOG_WIDTH = (tl.constexpr(value) for value in (WIDTH_AT_64 * 64**4, KEEP, math.log2(WIDTH_AT_64)))
+_FINE, _FINE_ENTRIES, _FINE_ZERO = (tl.constexpr(float(value)) for value in (FINE, FINE_ENTRIES, FINE_ZERO))
+_FINE_OCTAVES = tl.constexpr(FINE_OCTAVES)
+_LARGE, _STILL_LARGE, _BIAS_STEPS = (tl.constexpr(value) for value in (LARGE, STILL_LARGE, BIAS_STEPS))
 _MAX_OCTAVES, _MAX_HI, _MIN_UMAX, _LN2 = (tl.constexpr(value) for value in (MAX_OCTAVES, MAX_HI, MIN_UMAX, LN2))
 _MAX_UMAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
 _SMALLEST = tl.constexpr(2.0**-126)
 _ELEMENT, _TIME = (tl.constexpr(value) for value in CODE_DITHER)
 
 
-def lattice(n: Tensor) -> tuple[Tensor, Tensor]:
-    """n, fp32 of any shape, to (L, step): codes of r besides that of 0, and octaves between two of them.
+def lattice(entry: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries of the plane `levels`, fp32 of any shape, to (n, L, step): codes of u on either side of 0, codes of r besides that of 0, and
+    octaves between two of these.
 
     step lies on a grid, so that every path has the same: what is rounded to it is never near a tie.
     """
+    fine = entry >= FINE_ENTRIES
+    n = torch.where(fine, FINE, entry.clamp_min(FEWEST))
     levels = torch.floor(65536 / (2 * n + 1)) - 1
+    octaves = torch.where(fine, (entry - FINE_ZERO) * FINE_OCTAVES, (WIDTH_AT_64 * 64**4) / (n * n * n * n))
     # one step for rounding the ends, ANCHOR for those of `top`
-    width = (WIDTH_AT_64 * 64**4) / (n * n * n * n) / (levels - (ANCHOR + 1))
-    return levels, torch.floor(width / STEP_GRID + 0.5) * STEP_GRID
+    width = octaves / (levels - (ANCHOR + 1))
+    return n, levels, torch.floor(width / STEP_GRID + 0.5) * STEP_GRID
 
 
-def allot(octaves: Tensor, before: Tensor) -> Tensor:
-    """n for groups that span so many octaves, given the n they have (any other number: none); fp32 (groups,)."""
+def allot(octaves: Tensor, before: Tensor, umax: Tensor, time: int) -> Tensor:
+    """The entry for groups that span so many octaves, given the entry (0: none) and umax of the step before; all fp32, of one shape.
+
+    umax of the step before, since this step's depends on the lattice; where u grows, it takes more than one step to become large.
+    """
     enough = (64 * torch.exp2((math.log2(WIDTH_AT_64) - torch.log2(octaves)) / 4)).clamp_max(MOST + 0.5)
     keep = (before >= FEWEST) & (before <= enough) & (before >= enough * KEEP)
-    return torch.where(keep, before, torch.floor(enough).clamp_min(FEWEST))
+    n = torch.where(keep, before, torch.floor(enough).clamp_min(FEWEST))
+
+    fine = before >= FINE_ENTRIES
+    limit = n * n * (LARGE * (time + BIAS_STEPS)) * torch.where(fine, STILL_LARGE, 1)
+    needed = torch.ceil(octaves * (1 / FINE_OCTAVES)).clamp(FINE_ENTRIES - FINE_ZERO, 255 - FINE_ZERO) + FINE_ZERO
+    keep = fine & (before >= needed) & (before - FINE_ZERO <= (needed - FINE_ZERO) * 1.1)
+    return torch.where(umax * umax * time > limit, torch.where(keep, before, needed), n)
 
 
 @jit
-def _lattice(n):  # type: ignore[no-untyped-def]
+def _lattice(entry):  # type: ignore[no-untyped-def]
     """`lattice` for one tile."""
+    fine = entry >= _FINE_ENTRIES
+    n = tl.where(fine, _FINE, tl.maximum(entry, _FEWEST))
     levels = tl.floor(65536.0 * device.reciprocal(2.0 * n + 1.0)) - 1.0
-    width = device.reciprocal(n * n * n * n * (levels - (_ANCHOR + 1.0))) * _WIDTH
-    return levels, tl.floor(width * (1 / _STEP_GRID) + 0.5) * _STEP_GRID
+    octaves = tl.where(fine, (entry - _FINE_ZERO) * _FINE_OCTAVES, device.reciprocal(n * n * n * n) * _WIDTH)
+    width = octaves * device.reciprocal(levels - (_ANCHOR + 1.0))
+    return n, levels, tl.floor(width * (1 / _STEP_GRID) + 0.5) * _STEP_GRID
+
+
+@jit
+def _allot(octaves, before, umax, time):  # type: ignore[no-untyped-def]
+    """`allot` for one tile."""
+    enough = tl.minimum(device.exp2(device.log2(octaves) * -0.25 + (6.0 + _LOG_WIDTH / 4)), _MOST + 0.5)
+    keep = (before >= _FEWEST) & (before <= enough) & (before >= enough * _KEEP)
+    n = tl.where(keep, before, tl.maximum(tl.floor(enough), _FEWEST))
+
+    fine = before >= _FINE_ENTRIES
+    t = time.to(tl.float32)
+    limit = n * n * (_LARGE * (t + _BIAS_STEPS)) * tl.where(fine, _STILL_LARGE, 1.0)
+    needed = tl.ceil(octaves * (1 / _FINE_OCTAVES))
+    needed = tl.minimum(tl.maximum(needed + _FINE_ZERO, _FINE_ENTRIES), 255.0)
+    keep = fine & (before >= needed) & (before - _FINE_ZERO <= (needed - _FINE_ZERO) * 1.1)
+    return tl.where(umax * umax * t > limit, tl.where(keep, before, needed), n)
 
 
 @jit
@@ -89,11 +133,11 @@ def joint_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-u
     """`JointCodec.decode` for one tile; see `Codec.device_decode`."""
     low_ptr, high_ptr, top_ptr, levels_ptr, umax_ptr = planes
     top = device.load_groups(top_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
-    n = tl.maximum(device.load_groups(levels_ptr, first, limit, ROWS, _GROUP).to(tl.float32), _FEWEST)
+    entry = device.load_groups(levels_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
     umax = device.load_groups(umax_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
     low = device.uint8_to_float(device.load(low_ptr, first, limit, ROWS, _GROUP))
     high = device.uint8_to_float(device.load(high_ptr, first, limit, ROWS, _GROUP))
-    levels, step = _lattice(n)
+    n, levels, step = _lattice(entry)
     word = high * 256.0 + low
     share = device.reciprocal(2.0 * n + 1.0)
     code = _floor(word * share + 0.5 * share)
@@ -113,12 +157,10 @@ def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr
     hi = tl.where(hi > float("-inf"), hi, 0.0)
     lo = tl.min(tl.where(nonzero, log_r, float("inf")), 1, keep_dims=True)
     octaves = hi - tl.maximum(tl.minimum(lo, hi), hi - _MAX_OCTAVES)
-    enough = tl.minimum(device.exp2(device.log2(octaves) * -0.25 + (6.0 + _LOG_WIDTH / 4)), _MOST + 0.5)
     before = device.load_groups(levels_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
-    keep = (before >= _FEWEST) & (before <= enough) & (before >= enough * _KEEP)
-    n = tl.where(keep, before, tl.maximum(tl.floor(enough), _FEWEST))
-
-    levels, step = _lattice(n)
+    umax = device.load_groups(umax_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
+    entry = _allot(octaves, before, umax, time)
+    n, levels, step = _lattice(entry)
     per_step = device.reciprocal(step)
     top = tl.ceil(hi * per_step * (1 / _ANCHOR))
     base = top * _ANCHOR - levels
@@ -146,7 +188,7 @@ def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr
     device.store(low_ptr, word.to(tl.uint8), first, limit, ROWS, _GROUP)
     device.store(high_ptr, (word >> 8).to(tl.uint8), first, limit, ROWS, _GROUP)
     device.store_groups(top_ptr, top.to(tl.float16), first, limit, ROWS, _GROUP)
-    device.store_groups(levels_ptr, n.to(tl.int32).to(tl.uint8), first, limit, ROWS, _GROUP)
+    device.store_groups(levels_ptr, entry.to(tl.int32).to(tl.uint8), first, limit, ROWS, _GROUP)
     device.store_groups(umax_ptr, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), first, limit, ROWS, _GROUP)
     return lost
 
@@ -185,9 +227,8 @@ class JointCodec(Codec):
 
     def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         word = grouped(planes[1], GROUP).float() * 256 + grouped(planes[0], GROUP)
-        top, n, umax = (plane.float()[:, None] for plane in planes[2:])
-        n = n.clamp_min(FEWEST)
-        levels, step = lattice(n)
+        top, entry, umax = (plane.float()[:, None] for plane in planes[2:])
+        n, levels, step = lattice(entry)
         code = torch.floor((word + 0.5) / (2 * n + 1))
         r = torch.where(code > 0, torch.exp2((code + (top * ANCHOR - levels)) * step), 0)
         m = (word - code * (2 * n + 1) - n) * (umax / n) * r
@@ -200,9 +241,10 @@ class JointCodec(Codec):
         hi = log_r.amax(1, keepdim=True).clamp_max(MAX_HI)
         hi = torch.where(hi == -math.inf, 0, hi)
         lo = torch.where(nonzero, log_r, math.inf).amin(1, keepdim=True)
-        n = allot(hi - lo.minimum(hi).maximum(hi - MAX_OCTAVES), planes[3].float()[:, None])
-
-        levels, width = lattice(n)
+        octaves = hi - lo.minimum(hi).maximum(hi - MAX_OCTAVES)
+        before, umax = (plane.float()[:, None] for plane in planes[3:])
+        entry = allot(octaves, before, umax, step)
+        n, levels, width = lattice(entry)
         top = torch.ceil(hi / width / ANCHOR)
         base = top * ANCHOR - levels
         last = levels.minimum(torch.floor(MAX_HI / width) - base)
@@ -214,16 +256,16 @@ class JointCodec(Codec):
         scale = umax.float()[:, None]
         ucode = torch.round((u * (n / scale)).maximum(-n).minimum(n))
         word = torch.where(nonzero, code * (2 * n + 1) + (ucode + n), 0).int()
-        store(planes, (word & 255, word >> 8, top, n, umax))
+        store(planes, (word & 255, word >> 8, top, entry, umax))
         lost = torch.where(nonzero, m - ucode * (scale / n) * r, 0)
         return lost.flatten()[: values[0].numel()]
 
     def expected_errors(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         _, v = self.decode(planes, numel)
-        n, umax = (plane.float().repeat_interleave(GROUP)[:numel] for plane in planes[3:])
-        n, r = n.clamp_min(FEWEST), v.sqrt()
+        entry, umax = (plane.float().repeat_interleave(GROUP)[:numel] for plane in planes[3:])
+        (n, _, width), r = lattice(entry), v.sqrt()
         dithered = 6 if self.dither else 12
-        return umax / n * r / math.sqrt(12), r * (lattice(n)[1] * LN2 / math.sqrt(dithered))
+        return umax / n * r / math.sqrt(12), r * (width * LN2 / math.sqrt(dithered))
 
     def _round(self, x: Tensor, width: Tensor, index: int, step: int) -> Tensor:
         """Round a code of r to an integer: to nearest, or up with the probability that keeps v right on average, as in `log`."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashoptim_hf.codecs.base import State, get_codec
-from flashoptim_hf.codecs.joint import ANCHOR, FEWEST, KEEP, MOST, allot, lattice
+from flashoptim_hf.codecs.joint import ANCHOR, FEWEST, FINE, FINE_ENTRIES, FINE_OCTAVES, FINE_ZERO, KEEP, MOST, allot, lattice
 from flashoptim_hf.codecs.log import MAX_OCTAVES, MIN_UMAX
 from flashoptim_hf.errors import ConfigurationError
 
@@ -36,23 +36,29 @@ def encode(codec, m: Tensor, v: Tensor, step: int = 1) -> list[Tensor]:
 
 def oracle(planes: list[Tensor], i: int) -> tuple[float, float]:
     """What element i decodes to, in Python's numbers."""
-    top, n, umax = (float(plane[i // 32]) for plane in planes[2:])
+    top, entry, umax = (float(plane[i // 32]) for plane in planes[2:])
+    n = 140 if entry >= 128 else entry
     word, span = int(planes[1][i]) * 256 + int(planes[0][i]), 2 * int(n) + 1
     code, ucode = word // span, word % span - int(n)
     if code == 0:
         return 0.0, 0.0
     levels = 65536 // span - 1
-    step = round(5 * (64 / n) ** 4 / (levels - 17) * 2**18) / 2**18
+    octaves = (entry - 120) * 0.18162 if entry >= 128 else 5 * (64 / n) ** 4
+    step = round(octaves / (levels - 17) * 2**18) / 2**18
     r = 2.0 ** ((16 * int(top) - levels + code) * step)
     return ucode * umax / n * r, r * r
 
 
-def check_bounds(codec, m: Tensor, v: Tensor, step: int = 1) -> None:
-    """Everything that one encode promises about finite values."""
+def check_bounds(codec, m: Tensor, v: Tensor, step: int = 1, fine: bool = False) -> None:
+    """Everything that one encode promises about finite values; `fine`: into groups whose u was large before."""
     planes = blank(m.numel())
+    if fine:
+        planes[4].fill_(100.0)
+        step = max(step, 100)
     lost = codec.encode((m, v), planes, step=step)
-    n, umax = (plane.double().repeat_interleave(32)[: m.numel()] for plane in planes[3:])
-    width = lattice(n.float())[1].double()
+    entry, umax = (plane.double().repeat_interleave(32)[: m.numel()] for plane in planes[3:])
+    assert ((entry >= FINE_ENTRIES) == fine).all()
+    n, _, width = (x.double() for x in lattice(entry.float()))
     m_hat, v_hat = codec.decode(planes, m.numel())
     for i in range(0, m.numel(), 17):
         assert (m_hat[i].item(), v_hat[i].item()) == pytest.approx(oracle(planes, i), rel=3e-5, abs=1e-44)
@@ -73,7 +79,8 @@ def check_bounds(codec, m: Tensor, v: Tensor, step: int = 1) -> None:
     share = 1.0 if codec.dither else 0.5
     assert (error <= share * width[on] + LOG_TOLERANCE)[~low].all()
     assert (r_hat.log2() <= (hi - MAX_OCTAVES)[on] + width[on] + LOG_TOLERANCE)[low].all(), "raised to the limit, not beyond"
-    bound = r_hat * umax[on] / (2 * n[on]) * (1 + 2.0**-7)
+    # umax is rounded to nearest, by up to 2^-8, which with n = 140 is more than half a code
+    bound = r_hat * umax[on] * (1 / (2 * n[on])).clamp_min(2.0**-8) * (1 + 2.0**-7)
     assert ((m_hat - m)[on].abs() <= bound * (1 + 1e-5) + 1e-44).all()
 
 
@@ -92,9 +99,9 @@ def group_values(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 
 @both
 @proof
-@given(values=group_values(), step=st.integers(0, 2**31 - 1))
-def test_bounds(codec, values: tuple[Tensor, Tensor], step: int) -> None:
-    check_bounds(codec, *values, step)
+@given(values=group_values(), step=st.integers(0, 2**31 - 1), fine=st.booleans())
+def test_bounds(codec, values: tuple[Tensor, Tensor], step: int, fine: bool) -> None:
+    check_bounds(codec, *values, step, fine)
 
 
 @both
@@ -104,6 +111,7 @@ def test_bounds_over_ranges(codec, octaves: float) -> None:
     r = torch.exp2((torch.rand(32 * 50, generator=generator, dtype=torch.float64) - 0.5) * octaves)
     m = r * torch.randn(len(r), generator=generator)
     check_bounds(codec, m.float(), (r * r).float())
+    check_bounds(codec, m.float(), (r * r).float(), fine=True)
 
 
 EXTREMES = (0.0, 1e-45, 1e-38, 1.2e-38, 1e-30, 1.0, 1e19, 1e30, 1e38, 3.3e38)
@@ -144,36 +152,62 @@ def test_group_sizes(codec, numel: int) -> None:
     check_bounds(codec, (r * torch.randn(numel, generator=generator)).float(), (r * r).float(), step=numel)
 
 
+NOTHING = torch.zeros(1)  # umax of a group that was never written
+
+
 def test_every_word_has_a_place_and_every_range_fits() -> None:
-    n = torch.arange(float(FEWEST), MOST + 1)
-    levels, step = lattice(n)
+    entries = torch.cat((torch.arange(float(FEWEST), MOST + 1), torch.arange(float(FINE_ENTRIES), 256)))
+    n, levels, step = lattice(entries)
+    assert torch.equal(n, torch.where(entries < FINE_ENTRIES, entries, float(FINE)))
     assert ((levels + 1) * (2 * n + 1) <= 65536).all()
     assert ((levels + 2) * (2 * n + 1) > 65536).all()
     # the numbers that the grid takes are far from a tie, so that no path's rounding matters
-    exact = 5 * (64 / n.double()) ** 4 / (levels.double() - ANCHOR - 1) * 2**18
+    octaves = torch.where(entries < FINE_ENTRIES, 5 * (64 / n.double()) ** 4, (entries.double() - FINE_ZERO) * FINE_OCTAVES)
+    exact = octaves / (levels.double() - ANCHOR - 1) * 2**18
     assert ((exact - exact.floor() - 0.5).abs() > 4 * 2.0**-22 * exact).all()
     assert ((step.double() * 2**18 - exact).abs() <= 0.5).all()
     assert 80 / step.min() / ANCHOR < 2048, "`top` is a whole number that fp16 holds"
     spans = torch.cat((torch.tensor([0.0, 1e-6]), torch.linspace(0.5, MAX_OCTAVES, 2000)))
-    dealt = allot(spans, torch.zeros_like(spans))
-    levels, step = lattice(dealt)
+    dealt = allot(spans, torch.zeros_like(spans), NOTHING, 1)
+    _, levels, step = lattice(dealt)
     assert (spans <= (levels - ANCHOR - 1) * step + levels * 2.0**-19).all()
     assert dealt.min() == FEWEST
     assert dealt.max() == MOST
     assert (dealt.diff() <= 0).all()
-    wider = (lattice(dealt + 1)[0] - ANCHOR - 1) * lattice(dealt + 1)[1]
-    assert (wider[dealt < MOST] < spans[dealt < MOST] + 2e-3).all(), "no state more for u would fit"
+    _, levels, step = lattice(dealt + 1)
+    assert (((levels - ANCHOR - 1) * step)[dealt < MOST] < spans[dealt < MOST] + 2e-3).all(), "no state more for u would fit"
+    dealt = allot(spans, torch.zeros_like(spans), torch.tensor([10.0]), 1000)
+    _, levels, step = lattice(dealt)
+    assert (dealt >= FINE_ENTRIES).all()
+    assert (spans <= (levels - ANCHOR - 1) * step + levels * 2.0**-19).all()
 
 
 def test_the_allotment_stays_while_it_fits() -> None:
     """It jumps neither with noise in the range nor back and forth, and what is no allotment is not kept."""
     octaves = torch.tensor([5.0])
-    n = allot(octaves, torch.tensor([0.0]))
+    n = allot(octaves, torch.tensor([0.0]), NOTHING, 1)
     for factor, stays in ((1.0, True), (0.95, True), (0.85, False), (1.05, False)):
-        assert (allot(octaves * factor, n) == n).item() == stays, factor
-    for junk in (1.0, FEWEST - 1.0, 200.0, 255.0):
-        assert torch.equal(allot(octaves, torch.tensor([junk])), n)
+        assert (allot(octaves * factor, n, NOTHING, 1) == n).item() == stays, factor
+    for junk in (1.0, FEWEST - 1.0, 97.0, 127.0, 200.0, 255.0):
+        assert torch.equal(allot(octaves, torch.tensor([junk]), NOTHING, 1), n)
     assert 0.97 < KEEP < 0.98
+
+
+def test_large_momenta_get_more_codes() -> None:
+    """Where a code would be worth more than 0.03, at late steps; earlier u is larger for the same step. Half of it lets them stay."""
+    octaves, none, late = torch.tensor([10.0]), torch.tensor([0.0]), 10**8
+    n = allot(octaves, none, NOTHING, late)
+    edge = 0.03 * n
+    fine = allot(octaves, none, edge * 1.001, late)
+    assert fine.item() >= FINE_ENTRIES
+    assert torch.equal(allot(octaves, none, edge * 0.999, late), n)
+    assert torch.equal(allot(octaves, fine, edge * 0.501, late), fine)
+    assert torch.equal(allot(octaves, fine, edge * 0.499, late), n)
+    assert torch.equal(allot(octaves, none, edge * 10, 10), n)
+    assert allot(octaves, none, edge * 10, 11).item() >= FINE_ENTRIES
+    # and the range has an allowance of its own
+    for factor, stays in ((1.0, True), (0.95, True), (0.85, False), (1.05, False)):
+        assert (allot(octaves * factor, fine, edge, late) == fine).item() == stays, factor
 
 
 def test_the_lattice_does_not_move_with_the_maximum() -> None:

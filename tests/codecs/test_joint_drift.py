@@ -35,7 +35,7 @@ def bias_of_v(codec, octaves: float, index: int = 0) -> Tensor:
     for step in range(1, STEPS + 1):
         codec.encode((m, v), planes, index=index, step=step)
         total += codec.decode(planes, 32)[1]
-    width = 2 * math.log(2) * lattice(planes[3].float())[1].double()
+    width = 2 * math.log(2) * lattice(planes[3].float())[2].double()
     return (total / STEPS / v.double() - 1) / width
 
 

@@ -14,14 +14,15 @@ from torch import Tensor
 from flashoptim_hf import _triton
 from flashoptim_hf._triton import jit, tl
 from flashoptim_hf.codecs import device
-from flashoptim_hf.codecs.joint import _lattice, lattice
+from flashoptim_hf.codecs.joint import FINE_ENTRIES, MOST, _lattice, lattice
 from flashoptim_hf.optim.adamw import RULE, settle, settle_device
 from tests.kernels.fused_interpreted import BF16, FP16, FP32, SIZES, Page, assert_same_weights, assert_untouched, both, page
 
 
 @jit
-def _lattices(n_ptr, levels_ptr, step_ptr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    levels, step = _lattice(device.load(n_ptr, 0, ROWS * 32, ROWS, 32))
+def _lattices(entry_ptr, n_ptr, levels_ptr, step_ptr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    n, levels, step = _lattice(device.load(entry_ptr, 0, ROWS * 32, ROWS, 32))
+    device.store(n_ptr, n, 0, ROWS * 32, ROWS, 32)
     device.store(levels_ptr, levels, 0, ROWS * 32, ROWS, 32)
     device.store(step_ptr, step, 0, ROWS * 32, ROWS, 32)
 
@@ -47,7 +48,7 @@ def assert_same_states(fast: Page, slow: Page) -> None:
     for a, b in zip(fast.planes[2:5], slow.planes[2:5], strict=True):
         same &= a.view(torch.uint8).view(len(a), -1).eq(b.view(torch.uint8).view(len(b), -1)).all(1)
     assert same.float().mean() > 0.97
-    n = fast.planes[3].int().clamp_min(43).repeat_interleave(32)
+    n = lattice(fast.planes[3].float())[0].int().repeat_interleave(32)
     chosen = same.repeat_interleave(32)
     a, b, span = words(fast)[chosen], words(slow)[chosen], (2 * n + 1)[chosen]
     assert ((a == 0) == (b == 0)).all()
@@ -62,7 +63,7 @@ def assert_same_states(fast: Page, slow: Page) -> None:
     m_, v_ = slow.fmt.codec.decode(slow.planes[:5], len(chosen))
     known = (v > 0) & (v_ > 0)
     assert torch.equal(v > 0, v_ > 0)
-    assert ((v[known].log2() - v_[known].log2()).abs() <= 2 * 0.034).all()
+    assert ((v[known].log2() - v_[known].log2()).abs() <= 2 * 0.12).all()
     umax = torch.maximum(fast.planes[4].float(), slow.planes[4].float()).repeat_interleave(32)
     assert ((m - m_).abs() <= 1.03 * umax / 43 * torch.maximum(v, v_).sqrt() + 1e-30).all()
 
@@ -72,12 +73,12 @@ def test_this_process_interprets() -> None:
 
 
 def test_lattices_are_the_same_numbers() -> None:
-    n = torch.arange(43.0, 97.0).repeat_interleave(32)
-    levels, step = torch.empty_like(n), torch.empty_like(n)
-    _lattices[(1,)](torch.nn.functional.pad(n, (0, 74 * 32), value=64.0), *(pad := [torch.empty(128 * 32) for _ in range(2)]), ROWS=128)
-    levels, step = (x[: len(n)] for x in pad)
-    assert torch.equal(levels, lattice(n)[0])
-    assert torch.equal(step, lattice(n)[1])
+    entries = torch.arange(256.0).repeat_interleave(32)
+    made = [torch.empty(256 * 32) for _ in range(3)]
+    _lattices[(1,)](entries, *made, ROWS=256)
+    known = (entries <= MOST) | (entries >= FINE_ENTRIES)
+    for mine, expected in zip(made, lattice(entries), strict=True):
+        assert torch.equal(mine[known], expected[known])
 
 
 @pytest.mark.parametrize("step", [1, 2, 30, 1000, 10**9])
@@ -106,6 +107,22 @@ def test_joint_equals_eager(dtype: torch.dtype, bits: int, grad: torch.dtype, di
     pairs = zip(fast.params, slow.params, start.params, strict=True)
     apart = torch.cat([(a.float() - b.float()).abs() / (b.float() - c.float()).abs().clamp_min(1e-6) for a, b, c in pairs])
     assert (apart > 0.05).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dither", [True, False], ids=["dither", "nearest"])
+def test_groups_with_large_momenta_equal_eager(dither: bool) -> None:
+    """Half of the groups, at late steps: they change to the finer codes of u, and back when u is small again."""
+    start = page(dtype=FP32, bits=0, dither=dither, codec="joint")
+    for segment in start.segments:
+        segment.step += 5000
+    start.planes[4][::2], start.planes[4][1::2] = 8.0, 0.1
+    fast, slow = both(start)
+    assert (slow.planes[3][::2] >= FINE_ENTRIES).float().mean() > 0.3
+    assert not (slow.planes[3][1::2] >= FINE_ENTRIES).any()
+    assert_same_states(fast, slow)
+    again, _ = both(fast)
+    _, slow = both(fast)
+    assert_same_states(again, slow)
 
 
 def test_weights_are_the_eager_ones_where_nothing_is_fed_back() -> None:
