@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from flashoptim_hf import run
 from flashoptim_hf.axolotl import FlashOptimArgs, FlashOptimPlugin
 from flashoptim_hf.errors import ConfigurationError
 from flashoptim_hf.optim.adamw import FlashAdamW
+from flashoptim_hf.trainer import stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE_TESTS = ROOT / "tests" / "recipes"
@@ -83,11 +85,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(*words: str, launcher: bool = True) -> str:
+def launch(*words: str) -> str:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "WORLD_", "RANK", "LOCAL_"))}
     env.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    start = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"] if launcher else []
-    command = [sys.executable, *start, "-m", "flashoptim_hf.run", *words]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "flashoptim_hf.run", *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=HANG)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout + done.stderr
@@ -119,15 +120,77 @@ def test_a_script_that_knows_nothing_of_us(model: Path, tmp_path: Path) -> None:
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_trl_sft_as_a_module(model: Path, tmp_path: Path) -> None:
+def test_trl_sft(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.jsonl").write_text("\n".join(json.dumps({"text": f"sample {i} of some"}) for i in range(12)))
     words = [*options(model, tmp_path / "out"), "--dataset_name", str(data), "--gradient_checkpointing", "false", "--max_length", "32"]
-    launch("-m", "trl.scripts.sft", *words)
+    launch("trl", "sft", *words)
     rows = logged(tmp_path / "out")
     assert len(rows) == 3
     assert all(row["optim_state_bytes"] > 0 for row in rows)
+
+
+# A loop with Accelerate, its optimizer made by itself, under both of torch's ways to name it.
+LOOP = """
+import argparse
+import torch
+from accelerate import Accelerator
+from torch.optim import AdamW
+from torch.optim.adamw import AdamW as Same
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
+
+class Derived(AdamW):
+    pass
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model_name_or_path")
+    parser.add_argument("--output_dir")
+    args = parser.parse_args()
+    assert Same is AdamW is torch.optim.AdamW
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path)
+    rows = [(torch.arange(16) * (1 + i % 3) + i) % 200 for i in range(16)]
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=2)
+    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99), fused=True)
+    assert isinstance(optimizer, AdamW) and isinstance(optimizer, torch.optim.Optimizer)
+    theirs = Derived([torch.nn.Parameter(torch.zeros(2))])
+    assert isinstance(theirs, AdamW) and type(theirs).__mro__[1].__module__ == "torch.optim.adamw"
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, 8)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for epoch in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step(); schedule.step(); optimizer.zero_grad()
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
+        accelerator.save_state(f"{args.output_dir}/epoch_{epoch}")
+    accelerator.load_state(f"{args.output_dir}/epoch_0")
+    inner = optimizer.optimizer
+    accelerator.print("made", type(inner).__name__, inner.defaults["paged"], inner.defaults["page_bytes"], inner.defaults["betas"])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_loop_that_makes_its_own_adamw(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    ours = ("--adamw", "flashoptim_paged_adamw", "--adamw_args=page_bytes=64KiB")
+    printed = launch(*ours, str(script), "--model_name_or_path", str(model), "--output_dir", str(tmp_path / "out"))
+    assert "made FlashAdamW True 65536 (0.9, 0.99)" in printed
+    assert printed.count("the program's torch.optim.AdamW is FlashAdamW, paged=True") == 1
+    first, last = (float(line.rpartition(" ")[2]) for line in printed.splitlines() if line.startswith("epoch "))
+    assert last < first
+    state = torch.load(tmp_path / "out" / "epoch_1" / "optimizer.bin", weights_only=True)
+    assert all(values["exp_avg"].dtype == torch.int8 for values in state["state"].values())
 
 
 def test_programs_see_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +223,59 @@ def test_programs_see_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "no program"), (["-m"], "no program"), (["--optim", "x"], "before --optim"), (["trl", "sft"], "trl.scripts.sft")],
+    [
+        ([], "no program"),
+        (["-m"], "no program"),
+        (["--optim", "x"], "before --optim"),
+        (["trll", "sft"], "trll: no such file"),
+        (["trll", "sft"], "did you mean trl?"),
+        (["no/such.py"], "no/such.py: no such file"),
+        (["--adamw"], "--adamw needs a value"),
+        (["--adamw", "flashoptim_adamw"], "no program is named"),
+        (["--adamw_args", "codec=log", "x.py"], "--adamw_args goes with --adamw"),
+        (
+            ["--adamw", "flashoptim_lion", __file__],
+            "'flashoptim_lion' cannot stand in for torch.optim.AdamW; choose one of flashoptim_adamw, ",
+        ),
+        (["--adamw", "flashoptim_adamw", "--adamw_args", "codecc=log", __file__], "Did you mean codec"),
+    ],
 )
 def test_no_program_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run.main(words)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_command_is_its_packages_script_or_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["run"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(runpy, "run_module", lambda name, **_: seen.append((name, sys.argv)))
+    run.main(["trl", "dpo", "--optim", "x"])
+    assert seen == [("trl.scripts.dpo", ["trl.scripts.dpo", "--optim", "x"])]
+    with pytest.raises(SystemExit) as caught:
+        run.main(["flashoptim-hf", "--version"])  # a command without scripts: its function, in this process
+    assert caught.value.code in (0, None)
+    assert sys.argv == ["flashoptim-hf", "--version"]
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
+def test_another_algorithm_than_adamw_is_refused(option: str) -> None:
+    original = torch.optim.AdamW
+    remove = stand_in.install("flashoptim_adamw", None)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    try:
+        assert not torch.optim.AdamW([weight], **{option: False}, foreach=True, fused=None).defaults["paged"]
+        with pytest.raises(ConfigurationError, match=f"{option}=True"):
+            torch.optim.AdamW([weight], **{option: True})
+        with pytest.raises(TypeError, match="surprise"):
+            torch.optim.AdamW([weight], surprise=1)
+        assert issubclass(original, torch.optim.AdamW)
+        assert not isinstance(torch.optim.SGD([weight]), torch.optim.AdamW)
+    finally:
+        remove()
+    assert torch.optim.AdamW is original
 
 
 # ---------------------------------------------------------------------- axolotl
