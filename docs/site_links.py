@@ -1,8 +1,8 @@
 """Makes a site of pages whose links are written for the repository: a hook of mkdocs, which calls the functions below.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A linked file of the repository that is no page (a recipe, a config, a
-result) becomes a page that shows it, or is copied if it is an image; a linked folder becomes a list of what is in it. So every link works where
-the files are looked at, and in the site.
+README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A linked file of the repository that is no page (a recipe, a config,
+a result) becomes a page that shows it, or is copied if it is an image; a linked folder becomes a list of what is in it. So every link works
+where the files are looked at, and in the site.
 """
 
 from __future__ import annotations

@@ -171,8 +171,9 @@ def script(name: str, options: list[str]) -> None:
 
 def training_arguments(options: list[str]) -> None:
     """`--optim`, `--optim_args` and whatever else transformers' arguments have; other flags are the script's own."""
-    import flashoptim_hf as package
     from transformers import HfArgumentParser, TrainingArguments
+
+    import flashoptim_hf as package
 
     package.register()
     parser = HfArgumentParser(TrainingArguments)

@@ -68,7 +68,7 @@ def check_yaml(block: Block, folder: Path) -> None:
             return None
         given = [word for key in ("dataset", "model_name_or_path") if key not in values for word in (f"--{key}", "x")]
         parser = commands.recipe_module(recipe).make_parser()
-        config, *_ = parser.parse_args_and_config(["--config", str(file), *given, "--use_cpu", "true"])
+        parser.parse_args_and_config(["--config", str(file), *given, "--use_cpu", "true"])
         commands.optim_args(values.get("optim"), values.get("optim_args"))
     except ValueError as error:
         raise Wrong(str(error)) from error
