@@ -1,0 +1,72 @@
+"""The picture of `bench convergence`: for each task the mean training curves, and beside them what they are away from fp32's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .convergence_optimizers import CONTROL, NAMES, REFERENCE
+from .convergence_records import Record
+from .convergence_tasks import TASKS
+from .report import require_matplotlib
+
+
+def draw(records: Mapping[tuple[str, str, int], Record], path: Path) -> None:
+    """Draw into `path`, see `figure`."""
+    figure(records).savefig(path, dpi=110)
+
+
+def figure(records: Mapping[tuple[str, str, int], Record]) -> Any:
+    """A matplotlib figure with a row for each task; an optimizer has the same colour in each, the control is grey.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure  # not pyplot, which keeps a global list of figures
+    from matplotlib.lines import Line2D
+
+    colours = {name: "black" if name == REFERENCE else "0.6" if name == CONTROL else f"C{k}" for k, name in enumerate(NAMES)}
+    tasks = [task for task in TASKS if any(record.task == task for record in records.values())]
+    result = Figure(figsize=(11, 0.8 + 2.1 * max(1, len(tasks))), layout="constrained")
+    axes = result.subplots(max(1, len(tasks)), 2, squeeze=False)
+    shown: list[str] = []
+    for (left, right), task in zip(axes, tasks, strict=False):
+        curves = _mean_curves(records, task)
+        shown += [name for name in curves if name not in shown]
+        for name, (steps, curve, difference) in curves.items():
+            style = {"color": colours[name], "linewidth": 2.0 if name == REFERENCE else 1.1}
+            left.plot(steps, curve, **style)
+            if name != REFERENCE:
+                right.plot(steps, difference, **style)
+        right.axhline(0, color="black", linewidth=0.8)
+        seeds = len({record.seed for record in records.values() if record.task == task})
+        left.set_title(f"{task}: training loss, mean of {seeds} seeds", loc="left", fontsize=9)
+        right.set_title(f"{task}: minus fp32", loc="left", fontsize=9)
+        for axis in (left, right):
+            axis.grid(alpha=0.3)
+            axis.tick_params(labelsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("step", fontsize=9)
+    order = [name for name in NAMES if name in shown]
+    handles = [Line2D([], [], color=colours[name], label=name, linewidth=2) for name in order]
+    result.legend(handles=handles, loc="outside upper center", ncols=max(1, len(order)))
+    return result
+
+
+def _mean_curves(records: Mapping[tuple[str, str, int], Record], task: str) -> dict[str, tuple[list[float], list[float], list[float]]]:
+    """Optimizer to steps, mean curve and mean difference from fp32, over the seeds that it has in common with fp32."""
+    found = {}
+    for name in NAMES:
+        runs = [record for record in records.values() if (record.task, record.optimizer) == (task, name)]
+        pairs = [(run, records[task, REFERENCE, run.seed]) for run in runs if (task, REFERENCE, run.seed) in records]
+        if not pairs:
+            continue
+        curve = [statistics.fmean(values) for values in zip(*(run.curve for run, _ in pairs), strict=True)]
+        base = [statistics.fmean(values) for values in zip(*(other.curve for _, other in pairs), strict=True)]
+        steps = pairs[0][0].settings["steps"]
+        places = [(k + 0.5) * steps / len(curve) for k in range(len(curve))]
+        found[name] = (places, curve, [a - b for a, b in zip(curve, base, strict=True)])
+    return found
