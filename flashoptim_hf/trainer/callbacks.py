@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
-from . import processes, release
+from . import checks, processes, release
 from .register import handler_of, settle
 
 logger = logging.get_logger(__name__)
@@ -89,11 +89,12 @@ class FlashOptimCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Say what the optimizer state will take; refuse what `on_init_end` could not see (`optimizer_cls_and_kwargs`).
 
-        Raise `HostMemoryError` where the machine has no host memory for it.
+        Raise `HostMemoryError` where the machine has no host memory for it, and `ConfigurationError` for what `checks.py` finds.
         """
         flash = flash_optimizer(kwargs.get("optimizer"))
         if flash is not None:
             processes.check(args)
+            checks.check(args, flash)
             if flash.defaults["gradient_release"]:
                 release.check(args)
             processes.announce(args, flash)
