@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -68,10 +70,14 @@ def check_yaml(block: Block, folder: Path) -> None:
             return None
         given = [word for key in ("dataset", "model_name_or_path") if key not in values for word in (f"--{key}", "x")]
         parser = commands.recipe_module(recipe).make_parser()
-        parser.parse_args_and_config(["--config", str(file), *given, "--use_cpu", "true"])
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            parser.parse_args_and_config(["--config", str(file), *given, "--use_cpu", "true"])
         commands.optim_args(values.get("optim"), values.get("optim_args"))
     except ValueError as error:
         raise Wrong(str(error)) from error
+    except SystemExit as error:
+        raise Wrong(said.getvalue().strip().splitlines()[-1]) from error
     return None
 
 
