@@ -38,7 +38,7 @@ def run(
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
     assets: Annotated[Path, typer.Option(help="Folder that recipes/demo_assets.py has made: text and model.")] = Path(".demo"),
     steps: Annotated[int, typer.Option(min=0, help="Steps of every run; 0: the task's own number.")] = 0,
-    max_minutes: Annotated[float, typer.Option(min=0, help="Begin no run after this time; 0: all of them.")] = 0,
+    max_minutes: Annotated[float, typer.Option(min=0, help="End after the run in which this time is over; 0: do all runs.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Keep every run in this JSON file, and go on from what it holds.")
     ] = None,
@@ -109,7 +109,7 @@ def work(
     plan = [(task, name, seed) for task, name, seed in plan if (task.name, name, seed) not in records]
     start = time.monotonic()
     for number, (task, name, seed) in enumerate(plan):
-        if most_seconds and time.monotonic() - start > most_seconds:
+        if number and most_seconds and time.monotonic() - start > most_seconds:
             return len(plan) - number
         record = train(task, name, seed, assets)
         show(
@@ -189,9 +189,9 @@ def footnotes(comparisons: Sequence[Comparison], records: Mapping[tuple[str, str
     if not records:
         return ["No runs."]
     notes = [
-        "loss: mean of the last three evaluations, in nats; minus fp32: paired by seed, with Student's 95 % interval; verdict: whether 0 is",
-        "in it; in fp32's own: whether the mean is in the 95 % interval of fp32's mean; curves apart: largest distance between the mean",
-        "training curves. fp32_nudged: fp32 from weights that differ by a millionth. One difference in twenty is outside by chance.",
+        "loss: mean of the last three evaluations, nats; minus fp32: paired by seed, Student's 95 % interval; verdict: whether 0 is in it;",
+        "in fp32's own: whether the mean is in the 95 % interval of fp32's mean; curves apart: largest distance of the mean training",
+        "curves; fp32_nudged: fp32 from weights that differ by a millionth. One difference in twenty is outside by chance.",
     ]
     for title, names in (("ours", OURS), ("other packages", PEERS), ("fp32_nudged", (CONTROL,))):
         judged = [found for found in comparisons if found.optimizer in names and found.within is not None]

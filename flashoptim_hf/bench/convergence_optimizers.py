@@ -67,11 +67,12 @@ OPTIMIZERS: Mapping[str, Mapping[str, Make]] = MappingProxyType(
 )
 """Algorithm to its optimizers; each takes parameters, `lr` and `weight_decay`. The first is what the others are compared with."""
 
-NAMES = tuple(dict.fromkeys(name for group in OPTIMIZERS.values() for name in group))
 OURS = ("log", "joint", "square")
 """Those of this package, under the names of their codecs."""
 PEERS = ("bitsandbytes", "torchao")
 """Those that are other packages, under their names."""
+NAMES = (REFERENCE, CONTROL, *OURS, *PEERS)
+"""All, in the order in which they are run and shown."""
 
 
 def choose(names: Sequence[str] | None) -> tuple[list[str], list[str]]:
