@@ -14,15 +14,17 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import sft_checks
 import sft_data
+import sft_options
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, get_scheduler
-from trl import TrlParser
 
 from flashoptim_hf import FlashAdamW, last_complete_checkpoint
+from flashoptim_hf.errors import ConfigurationError
 from flashoptim_hf.trainer import complete
 
 
@@ -62,10 +64,20 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> None:
 
 def main() -> None:
     """Train, save, resume."""
-    (config,) = TrlParser((LoopConfig,)).parse_args_and_config()
+    environ = dict(os.environ)
+    (config,) = sft_options.RecipeParser((LoopConfig,), allow_abbrev=False).parse_args_and_config()
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.seed)
     accumulation = config.gradient_accumulation_steps
     accelerator = Accelerator(cpu=config.use_cpu, gradient_accumulation_steps=accumulation, dataloader_config=order)
+    sft_checks.processes(environ, accelerator.num_processes)
+    if accelerator.mixed_precision == "fp16":
+        raise ConfigurationError(
+            "accelerate launch says mixed precision fp16, and the weights are bfloat16 here: leave it out, or say bf16."
+        )
+    accelerator.print(
+        f"in force: {accelerator.num_processes} process(es), {accelerator.device}, mixed precision {accelerator.mixed_precision}, "
+        "trainable weights in bfloat16"
+    )
     set_seed(config.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -76,6 +88,7 @@ def main() -> None:
     collate = DataCollatorForSeq2Seq(tokenizer)
     loader = DataLoader(data, config.batch_size, shuffle=True, drop_last=True, collate_fn=collate, generator=own)
     model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.bfloat16)
+    sft_checks.tokenizer_fits(model, tokenizer, config.model_name_or_path)
     optimizer = FlashAdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, paged=config.paged)
     ends = [steps * accelerator.num_processes for steps in (config.warmup_steps, config.max_steps)]  # Accelerate counts every process's
     scheduler = get_scheduler("cosine", optimizer, *ends)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 
+import sft_checks
 import sft_options
 import sft_run
 import sft_train
 import torch
 from sft_options import RecipeConfig
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from flashoptim_hf.errors import ConfigurationError
@@ -75,12 +76,15 @@ def main() -> None:
     args.gradient_checkpointing_kwargs = args.gradient_checkpointing_kwargs or {"use_reentrant": False}
     args.include_num_input_tokens_seen = "non_padding"
 
-    tokenizer = sft_options.load_tokenizer(model_args, args)
+    tokenizer = sft_options.load_tokenizer(model_args, args, config.added_tokens)
     rows, prompt = sft_options.make_data(config, args, tokenizer)
     args.eval_on_start = rows["eval"] is not None and resumed is None
     watch = sft_run.Watch(resumed)
+    model = load_model(model_args, args)
+    set_seed(args.seed)  # new rows start from random numbers
+    sft_checks.make_room(model, tokenizer, config.added_tokens)
     trainer = sft_run.AdapterTrainer(
-        model=load_model(model_args, args),
+        model=model,
         args=args,
         train_dataset=rows["train"],
         eval_dataset=rows["eval"],

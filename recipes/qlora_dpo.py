@@ -92,6 +92,7 @@ def main() -> None:
         callbacks=[watch],
     )
     sft_checks.trainable(trainer.model)
+    sft_run.lift_fp16(trainer.model, scaled=args.fp16)
     report = ReportCallback()
     trainer.add_callback(report)
     try:

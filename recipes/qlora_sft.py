@@ -9,6 +9,7 @@ few below. QLoRA: arXiv 2305.14314.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import sft_checks
@@ -18,7 +19,7 @@ import sft_train
 from bitsandbytes.nn import Linear4bit
 from peft import PeftConfig, PeftModel, get_peft_model
 from sft_options import RecipeConfig
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config, get_quantization_config
 
 from flashoptim_hf.errors import ConfigurationError
@@ -86,12 +87,22 @@ def make_adapter(model_args: ModelConfig, model: PreTrainedModel) -> PeftConfig:
     return adapter
 
 
-def load_model(model_args: ModelConfig, args: SFTConfig, adapter_name: str) -> PeftModel:
-    """The quantized base model, wrapped once in a fresh adapter; resuming loads into that adapter."""
+def load_model(
+    model_args: ModelConfig,
+    args: SFTConfig,
+    adapter_name: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    added: Sequence[str] | None = None,
+) -> PeftModel:
+    """The quantized base model, wrapped once in a fresh adapter; resuming loads into that adapter. `added`: tokens that it has to learn."""
     model = load_base(model_args, args)
     adapter = make_adapter(model_args, model)
-    set_seed(args.seed)  # the adapter starts from random numbers
-    return get_peft_model(model, adapter, adapter_name=adapter_name)
+    set_seed(args.seed)  # the adapter and new rows start from random numbers
+    if tokenizer is not None:
+        sft_checks.make_room(model, tokenizer, added, adapter)
+    adapted = get_peft_model(model, adapter, adapter_name=adapter_name)
+    sft_checks.pass_bias_on(adapted)
+    return adapted
 
 
 def main() -> None:
@@ -104,12 +115,12 @@ def main() -> None:
     args.gradient_checkpointing_kwargs = args.gradient_checkpointing_kwargs or {"use_reentrant": False}
     args.include_num_input_tokens_seen = "non_padding"
 
-    tokenizer = sft_options.load_tokenizer(model_args, args)
+    tokenizer = sft_options.load_tokenizer(model_args, args, config.added_tokens)
     rows, prompt = sft_options.make_data(config, args, tokenizer)
     args.eval_on_start = rows["eval"] is not None and resumed is None
     watch = sft_run.Watch(resumed)
     trainer = sft_run.AdapterTrainer(
-        model=load_model(model_args, args, config.adapter_name),
+        model=load_model(model_args, args, config.adapter_name, tokenizer, config.added_tokens),
         args=args,
         train_dataset=rows["train"],
         eval_dataset=rows["eval"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,25 @@ def precision(args: TrainingArguments, model_args: ModelConfig) -> None:
         )
 
 
+def processes(environ: Mapping[str, str], started: int) -> None:
+    """Several processes were asked for, and one was started.
+
+    Args:
+        environ: the environment as it was at the start.
+        started: processes that there are.
+
+    Raises:
+        ConfigurationError: says how to start several on CPUs.
+    """
+    several = {"ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and "WORLD_SIZE" not in environ
+    if several and started == 1:
+        raise ConfigurationError(
+            "accelerate launch was told of several processes or machines and started one process: it found one device only. Use "
+            "--num_processes 1, or start several processes on CPUs with: torchrun --nproc-per-node N recipes/qlora_sft.py ... "
+            "(if MASTER_ADDR and MASTER_PORT come from somewhere else, unset them)."
+        )
+
+
 def tokenizer_fits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """The tokenizer's ids are rows of the embedding.
 
@@ -36,10 +56,42 @@ def tokenizer_fits(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, n
     if highest >= rows:
         raise ConfigurationError(
             f"the tokenizer of {name} has ids up to {highest} ({tokenizer.convert_ids_to_tokens(highest)!r}), and the embedding has "
-            f"{rows} rows. It is another model's tokenizer, or tokens were added to it: take the model's own, or make the embedding larger "
-            f"once (model.resize_token_embeddings({highest + 1}), save the model, train from there with lora_modules_to_save naming the "
-            "embedding and the head)."
+            f"{rows} rows. It is another model's tokenizer, or tokens were added to it: take the model's own and name your tokens in "
+            f"added_tokens, or make the embedding larger once (model.resize_token_embeddings({highest + 1})), save that model and start "
+            "from it."
         )
+
+
+def make_room(model: Any, tokenizer: PreTrainedTokenizerBase, added: Sequence[str] | None, adapter: Any = None) -> None:
+    """Give added tokens their rows in the embedding and the head, before the optimizer and the adapter are made.
+
+    Args:
+        model: the base model; grown where it has too few rows, to any number of them.
+        tokenizer: with the tokens in it.
+        added: the tokens; none: nothing is done.
+        adapter: its `LoraConfig`, in which the new rows, and they alone, become trainable; None where every weight is trained.
+    """
+    if not added:
+        return
+    ids = sorted(tokenizer.convert_tokens_to_ids(list(added)))
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(highest + 1)
+    if adapter is not None:
+        names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = head is None or head.weight is embedding.weight
+        # of tied weights the embedding is named alone: PEFT lets the head follow it
+        adapter.trainable_token_indices = {names[id(module)]: ids for module in ([embedding] if tied else [embedding, head])}
+
+
+def pass_bias_on(model: Any) -> None:
+    """Give the wrapper of a head with new rows the head's bias: trl's loss asks for it, and PEFT (0.21.2) passes on the weight alone."""
+    for module in model.modules():
+        if hasattr(module, "token_adapter"):
+            base = module.token_adapter.get_base_layer()
+            if isinstance(base, torch.nn.Linear):
+                module.bias = base.bias
 
 
 def trainable(model: torch.nn.Module) -> None:

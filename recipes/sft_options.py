@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ class RecipeConfig:
     eval_fraction: float = field(default=0.05, metadata={"help": "Share held out where there is no eval_dataset; 0: no evaluation."})
     dataset_format: str = field(
         default="auto", metadata={"help": "auto (by the columns), messages, prompt_completion, alpaca or text (dataset_text_field)."}
+    )
+    added_tokens: list[str] | None = field(
+        default=None, metadata={"help": "Tokens that the tokenizer gets; the model gets their rows, and learns them."}
     )
     first_look: int = field(default=3, metadata={"help": "Training samples shown before the first step, trained tokens marked; 0: none."})
     sample_tokens: int = field(default=64, metadata={"help": "Longest answer shown before and after training, in tokens; 0: none."})
@@ -77,8 +80,8 @@ def make_parser(config: type, training: type, defaults: dict[str, Any]) -> Recip
     return parser
 
 
-def load_tokenizer(model_args: ModelConfig, args: Any) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the EOS token and the chat template that the options name."""
+def load_tokenizer(model_args: ModelConfig, args: Any, added: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the EOS token, the chat template and the `added` tokens that the options name."""
     source = model_args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(source, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code)
     if getattr(args, "eos_token", None) is not None:
@@ -86,6 +89,8 @@ def load_tokenizer(model_args: ModelConfig, args: Any) -> PreTrainedTokenizerBas
     if getattr(args, "chat_template_path", None) is not None:
         tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
         args.chat_template_path = None  # done; trl would otherwise take it for a model to copy from if it is no .jinja file
+    if added:
+        tokenizer.add_tokens(list(added))
     return tokenizer
 
 

@@ -40,13 +40,7 @@ def check_launch(args: TrainingArguments, environ: dict[str, str]) -> None:
             f"accelerate launch says mixed precision {launched}, the recipe says {args.mixed_precision}. Pass the same to both "
             f"(--{launched} true{' --bf16 false' if launched == 'fp16' else ''} after the script's name), or leave it out of the launcher."
         )
-    launcher_wants_several = {"ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and "WORLD_SIZE" not in environ
-    if launcher_wants_several and args.world_size == 1:
-        raise ConfigurationError(
-            "accelerate launch was told of several processes or machines and started one process: it found one device only. Use "
-            "--num_processes 1, or start several processes on CPUs with: torchrun --nproc-per-node N recipes/qlora_sft.py ... "
-            "(if MASTER_ADDR and MASTER_PORT come from somewhere else, unset them)."
-        )
+    sft_checks.processes(environ, args.world_size)
 
 
 def lift_fp16(model: torch.nn.Module, scaled: bool) -> list[str]:

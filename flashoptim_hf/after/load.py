@@ -103,10 +103,15 @@ def load(path: str, base: str | None = None, in_4bit: bool | None = None, device
     name = base or (path if adapter is None else base_of(adapter))
     device = device or default_device()
     model = load_base(name, torch.bfloat16, adapter is not None if in_4bit is None else in_4bit, device)
-    if adapter is not None:
-        model = need("peft", "peft").PeftModel.from_pretrained(model, str(adapter)).eval()
     homes = [folder for folder in (adapter, adapter and adapter.parent) if folder and (folder / "tokenizer_config.json").is_file()]
-    return Loaded(model, AutoTokenizer.from_pretrained(str(homes[0]) if homes else name), adapter, name)
+    tokenizer = AutoTokenizer.from_pretrained(str(homes[0]) if homes else name)
+    if adapter is not None:
+        # tokens that were added for the training have rows in the adapter's file, which the base has to have before
+        rows = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if rows > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(rows)
+        model = need("peft", "peft").PeftModel.from_pretrained(model, str(adapter)).eval()
+    return Loaded(model, tokenizer, adapter, name)
 
 
 def default_device() -> str:

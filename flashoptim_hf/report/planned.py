@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigurationError
 from ..planner.memory import Plan, paging_pays, plan
 from ..planner.setup import Setup
 from ..planner.shapes import shape_of
@@ -26,6 +27,7 @@ def plan_of(args: Any, model: Any, optimizer: Any) -> Plan:
     config = model.config
     adapter = next(iter((getattr(model, "peft_config", None) or {}).values()), None)
     quantization = getattr(config, "quantization_config", None)
+    _countable(model, adapter)
     values: dict[str, Any] = {
         "full": adapter is None,
         "load_in_4bit": bool(getattr(model, "is_loaded_in_4bit", False)),
@@ -50,6 +52,20 @@ def plan_of(args: Any, model: Any, optimizer: Any) -> Plan:
     setup = Setup(**values)
     with torch.random.fork_rng(devices=[]):  # the model is made once more, without memory: the run's random numbers stay as they are
         return plan(shape_of(config, getattr(config, "_name_or_path", "") or type(model).__name__, setup.dtype), setup)
+
+
+def _countable(model: Any, adapter: Any) -> None:
+    """Raise for what would be trained and is not planned, so that the figures would be those of another run."""
+    if adapter is None:
+        frozen = sum(not weight.requires_grad for weight in model.parameters())
+        if frozen:
+            raise ConfigurationError(f"{frozen} weights are frozen, and there is no adapter; planned is that all are trained.")
+        return
+    if getattr(adapter.peft_type, "value", adapter.peft_type) != "LORA":
+        raise ConfigurationError(f"{adapter.peft_type} is not planned, LoRA is.")
+    for option in ("use_dora", "modules_to_save", "trainable_token_indices", "rank_pattern", "layers_to_transform"):
+        if getattr(adapter, option, None):
+            raise ConfigurationError(f"{option}={getattr(adapter, option)!r} is not planned.")
 
 
 def rows(found: Plan, model: Any, optimizer: Any, peaks: dict[str, int]) -> list[Row]:

@@ -23,8 +23,8 @@ def check(args: Any, optimizer: Any) -> None:
     trained = [param for param in params if param.requires_grad]
     if not trained:
         raise ConfigurationError(
-            f"the optimizer has {len(params)} parameters, every one with requires_grad=False: the training would end as it began. The usual "
-            "cause is an adapter loaded for inference: load it with PeftModel.from_pretrained(..., is_trainable=True), and make the "
+            f"the optimizer has {len(params)} parameters, every one with requires_grad=False: the training would end as it began. The "
+            "usual cause is an adapter loaded for inference: load it with PeftModel.from_pretrained(..., is_trainable=True), and make the "
             "optimizer afterwards."
         )
     halves = [param for param in trained if param.dtype == torch.float16]

@@ -10,10 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate_loop
 import pytest
 import torch
+from recipe_launch import run_here
 from recipe_tiny import build_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from flashoptim_hf.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "recipes" / "accelerate_loop.py")
@@ -45,6 +49,7 @@ def launch(ranks: int, assets: Path, output: Path, *options: str) -> dict[int, f
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(assets / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count(f"in force: {ranks} process(es), cpu, mixed precision no, trainable weights in bfloat16") == 1
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)}
 
 
@@ -89,5 +94,42 @@ def test_interrupted_and_resumed_equals_uninterrupted(ranks: int, assets: Path, 
     assert all("correction" in values for values in state.values())
 
 
+WRONG = {
+    "a typo": ({}, ["--max_stepz", "3"], "did you mean max_steps?"),
+    "another precision in the launcher": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, [], "fp16, and the weights are bfloat16"),
+    "several processes asked for, one started": (
+        {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        [],
+        "several processes or machines and started one",
+    ),
+    "a file that is not there": ({}, ["--dataset", "no/such.jsonl"], "no such file"),
+    "nothing to resume": ({}, ["--resume", "true"], "none of the checkpoints in .* is complete and whole"),
+}
+
+
+@pytest.mark.parametrize(("environ", "words", "message"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_said_before_the_first_step(
+    environ: dict[str, str], words: list[str], message: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "checkpoint-3").mkdir()
+    given = ["--config", str(assets / "loop.yaml"), "--output_dir", str(tmp_path), "--use_cpu", "true", "--max_steps", "1", *words]
+    with pytest.raises((Exception, SystemExit), match=message):
+        run_here(accelerate_loop, monkeypatch, given)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_another_models_tokenizer_is_refused(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets / "model", model)
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(9)])
+    tokenizer.save_pretrained(model)
+    words = ["--config", str(assets / "loop.yaml"), "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]
+    with pytest.raises(ConfigurationError, match="ids up to 269"):
+        run_here(accelerate_loop, monkeypatch, [*words, "--model_name_or_path", str(model)])
+
+
 def test_the_loop_stays_short() -> None:
-    assert len(Path(SCRIPT).read_text(encoding="utf-8").splitlines()) < 125
+    assert len(Path(SCRIPT).read_text(encoding="utf-8").splitlines()) < 150
