@@ -1,16 +1,19 @@
-/* AdamW with `log` states, the AVX-512 form: four passes over a tile of 16 groups. Included by adamw.c, which says what `planes` are.
+/* AdamW with `log` states, the AVX-512 form: three passes over a tile of 16 groups. Included by adamw.c, which says what `planes` are.
  *
  * Registers would hold one group only, and a group's own chain of reductions and divisions is too long to wait for: in passes over a tile the
  * processor works on several groups at once, and what 16 groups need once is done for all of them in one vector. All of it stays in the L1
  * cache. Square roots and quotients are left to the divider, which works beside the rest.
+ *
+ * A processor that splits 512-bit operations in two starts two of them per cycle, of each kind one or two; a broadcast is one too, an operand
+ * in memory is none.
  */
 #define TILE 16
 typedef struct {
-    float m[TILE][GROUP];    /* the new m, then m / r, then u = m / r̂; without its factor `share` */
-    float r[TILE][GROUP];    /* the new r, then log2 r - hi */
+    float m[TILE][GROUP];    /* the new m, then u = m / r̂; without its factor `share` */
+    float r[TILE][GROUP];    /* the new r */
     uint32_t top[TILE][16];  /* bits of the largest r, lane by lane, then of the largest |u| */
     uint32_t low[TILE][16];  /* bits of the smallest r */
-    float hi[TILE], step[TILE], inverse[TILE], lowest[TILE], curve[TILE], slope[TILE], e1[TILE], e2[TILE], e3[TILE], scale[TILE];
+    float hi[TILE], step[TILE], inverse[TILE], cube[TILE], square[TILE], slope[TILE], above[TILE], e1[TILE], e2[TILE], scale[TILE];
 } __attribute__((aligned(64))) wide_tile;
 
 /* What is the same for all groups of a segment. m is kept as m / share, so that one multiple of the gradient serves both moments. */
@@ -96,9 +99,8 @@ OP void wide_update(
                 const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(v + j)));
                 const __m512 code_m = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(m_codes + j))));
                 const __m512 gradient = gs[q] * h->rest;
-                const __m512 decoded = _mm512_maskz_mul_ps(
-                    (__mmask16)_kshiftri_mask64(some, i * 32 + q * 16), _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table.upper),
-                    _mm512_permutexvar_ps(code, table.lower));
+                const __m512 upper = _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table.upper), lower = _mm512_permutexvar_ps(code, table.lower);
+                const __m512 decoded = _mm512_maskz_mul_ps((__mmask16)_kshiftri_mask64(some, i * 32 + q * 16), upper, lower);
                 m[q] = code_m * decoded * unit + gradient;
                 r[q] = _mm512_sqrt_ps(decoded * decoded + gradient * gradient);
             }
@@ -149,135 +151,120 @@ OP __mmask16 wide_lattice(wide_tile *t) {
     NAME(save)(t->hi, hi);
     NAME(save)(t->step, step);
     NAME(save)(t->inverse, 1 / step);
-    /* log2 r - hi of code 1; a margin of twice the error of the quotient keeps what is there from code 0 */
-    NAME(save)(t->lowest, step * (-254 * (1 - 0x1p-21f)));
-    /* the threshold x - ln2 step x (1 - x) for rounding up, in units of 2^-32 as the dither is */
-    NAME(save)(t->curve, step * (0.69314718f * 0x1p32f));
-    NAME(save)(t->slope, 0x1p32f - step * (0.69314718f * 0x1p32f));
-    /* 2^(step x) as a polynomial in x, |x| <= 1 */
-    NAME(save)(t->e1, step * 0x1.62e42ep-1f);
-    NAME(save)(t->e2, step * step * 0x1.ec2e50p-3f);
-    NAME(save)(t->e3, step * step * step * 0x1.c6d382p-5f);
+    /* Rounding up happens where the dither d is below x - k x (1 - x), k = ln2 step, for the fraction x: where x is above
+     * d + k d (1 - d) + k^2 d (1 - d) (1 - 2 d), but for terms in k^3. Here 256 less that, in 1 + d. */
+    const V k = step * 0.69314718f;
+    NAME(save)(t->cube, -2 * k * k);
+    NAME(save)(t->square, k + 9 * k * k);
+    NAME(save)(t->slope, -1 - 3 * k - 13 * k * k);
+    NAME(save)(t->above, 257 + 2 * k + 6 * k * k);
+    /* 2^(step x) as a polynomial in x, |x| <= 1, with the cubic term spread over the others: error 1.2e-5 for the widest step */
+    NAME(save)(t->e1, k + k * k * k * 0.125f);
+    NAME(save)(t->e2, k * k * 0.5f);
     return (__mmask16)(NAME(lt)(log_low, hi - 24) | NAME(lt)(hi + 0x1p-10f, log_top) | infinite | zeros);
 }
 
 #define EACH _Pragma("GCC unroll 4") for (int q = 0; q < GROUP / 16; q++)
 
-/* log2 r - hi: the exponent, a table by the upper bits of the mantissa, and a polynomial. `logs` is LOG_CENTRE - hi. */
-OP __m512 wide_log2(const wide_constants *c, __m512 r, __m512 centres, __m512 logs) {
-    const __m512i bits = _mm512_castps_si512(r), at = _mm512_srli_epi32(bits, 19);
-    const __m512 mantissa = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, READ(mantissa32), READ(exponent0), 0xEA));
-    const __m512 x = mantissa * _mm512_permutexvar_ps(at, centres) - 1.0f;
-    return ((LOG_3 * x + LOG_2) * x + LOG_1) * x + (_mm512_getexp_ps(r) + _mm512_permutexvar_ps(at, logs));
+/* What the second and the last pass keep in registers: stores could change what lies in memory, for all that the compiler knows. */
+typedef struct { __m512i mantissa, one, way, first, last, magnitude; } wide_encoder;
+OP wide_encoder wide_codes(const wide_constants *c) {
+    return (wide_encoder){READ(mantissa32), READ(exponent0), READ(code_dither16), READ(first_code), READ(last_code), READ(magnitude32)};
 }
 
-/* Second pass: r to log2 r - hi, and m to m / r. */
-OP void wide_logs(const wide_constants *c, wide_tile *t, int k) {
-    const __m512 centres = _mm512_loadu_ps(LOG_INVERSE), logs = _mm512_loadu_ps(LOG_CENTRE) - t->hi[k];
-    EACH {
-        const __m512 r = _mm512_load_ps(t->r[k] + q * 16);
-        _mm512_store_ps(t->m[k] + q * 16, _mm512_load_ps(t->m[k] + q * 16) / r);
-        _mm512_store_ps(t->r[k] + q * 16, wide_log2(c, r, centres, logs));
+/* a b + *c, with *c for all lanes. */
+OP __m512 wide_fma(__m512 a, __m512 b, const float *c) {
+    __asm__("vfmadd213ps %2%{1to16%}, %1, %0" : "+v"(a) : "v"(b), "m"(*c));
+    return a;
+}
+
+/* Dither of 32 bits as 1 + d, d in [0, 1) with 23 bits. */
+OP __m512 wide_dither(__m512i d, __m512i one) { return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(d, 9), one)); }
+
+/* Bits of the largest |u| of a group, lane by lane. */
+OP void wide_largest(const wide_encoder *c, wide_tile *t, int k, const __m512 *u) {
+    __m512i a[GROUP / 16];
+    EACH a[q] = _mm512_and_si512(_mm512_castps_si512(u[q]), c->magnitude);
+    _mm512_store_si512(t->top[k], _mm512_max_epu32(_mm512_max_epu32(a[0], a[1]), _mm512_max_epu32(a[2], a[3])));
+}
+
+/* Second pass for group k: r to codes, and m to u = m / r̂. `y` is log2 r - hi of its elements, and afterwards of those of group `next`.
+ *
+ * log2 is the exponent, a table by the upper bits of the mantissa, and a polynomial. Codes are rounded up where the fraction is above what
+ * `wide_lattice` says for the dither: so 256 less that is added before rounding down, by a sum with 2^23, which leaves whole numbers in the
+ * lowest bits. r̂ is r times 2^(step x), x being by how many steps log2 r̂ is too low.
+ *
+ * Each of these chains of operations keeps one kind of unit busy at a time, even with the four vectors of a group abreast: so that of log2 for
+ * the next group is written into the others. With `special`, elements with r = 0 get code 0, and r̂ may be far from r. */
+OP void wide_encode_v(
+    const wide_encoder *c, uint8_t *codes, wide_tile *t, int k, int next, __m512 *y, __m512i *d, const int dither, const int special) {
+    const __m512 inverse = _mm512_set1_ps(t->inverse[k]), cube = _mm512_set1_ps(t->cube[k]), second = _mm512_set1_ps(t->e2[k]);
+    const __m512 whole = _mm512_set1_ps(0x1p23f), last = _mm512_set1_ps(0x1p23f + 255);
+    const __m512 centres = _mm512_load_ps(LOG_INVERSE), logs = _mm512_load_ps(LOG_CENTRE) - t->hi[next];
+    __m512 z[4], e[4], x[4], u[4], f[4], g[4];
+    __m512i code[4], at[4];
+#define OLD(array) _mm512_load_ps(t->array[k] + q * 16)
+#define NEXT _mm512_load_ps(t->r[next] + q * 16)
+    EACH z[q] = wide_dither(*d, c->one), *d = _mm512_add_epi32(*d, c->way);
+    EACH e[q] = wide_fma(cube, z[q], &t->square[k]), at[q] = _mm512_srli_epi32(_mm512_castps_si512(NEXT), 19);
+    EACH e[q] = wide_fma(e[q], z[q], &t->slope[k]);
+    EACH z[q] = wide_fma(z[q], e[q], &t->above[k]), f[q] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(NEXT), c->mantissa, c->one, 0xEA));
+    EACH z[q] = y[q] * inverse + (dither ? z[q] : last), g[q] = _mm512_permutexvar_ps(at[q], centres);
+    EACH z[q] = dither ? _mm512_add_round_ps(z[q], whole, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC) : (__m512)z[q];
+    EACH f[q] = f[q] * g[q] - 1.0f;
+    EACH code[q] = _mm512_min_epi32(_mm512_max_epi32(_mm512_castps_si512(z[q]), c->first), c->last), g[q] = LOG_3 * f[q] + LOG_2;
+    EACH x[q] = _mm512_castsi512_ps(code[q]) - last, g[q] = g[q] * f[q] + LOG_1;
+    if (special) {
+        EACH {
+            const __mmask16 some = _mm512_cmp_ps_mask(OLD(r), _mm512_setzero_ps(), _CMP_NEQ_UQ);
+            _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_maskz_cvtepi32_epi8(some, code[q]));
+            u[q] = _mm512_maskz_div_ps(some, OLD(m), (__m512)NAME(exp2)((V)(x[q] * t->step[k] + t->hi[k])));
+            y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutexvar_ps(at[q], logs);
+        }
+    } else {
+        EACH x[q] = y[q] * inverse - x[q], y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutexvar_ps(at[q], logs);
+        EACH u[q] = wide_fma(second, x[q], &t->e1[k]), _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_cvtepi32_epi8(code[q]));
+        EACH u[q] = (u[q] * x[q] + 1.0f) * (OLD(m) / OLD(r));
     }
+    EACH y[q] = g[q] * f[q] + y[q];
+    EACH _mm512_store_ps(t->m[k] + q * 16, u[q]);
+    wide_largest(c, t, k, u);
+#undef OLD
+#undef NEXT
 }
 
-/* Between those of code 1 and 255, as integers: those of negative numbers grow with the magnitude. */
-OP __m512 wide_limit(__m512 log, __m512i lowest) {
-    return _mm512_castsi512_ps(_mm512_min_epu32(_mm512_min_epi32(_mm512_castps_si512(log), _mm512_setzero_si512()), lowest));
-}
-
-/* log2 r - hi to codes, in the lowest bits. Returns by how many steps log2 r̂ is too low. */
-OP __m512 wide_round(
-    const wide_constants *c, const wide_tile *t, int k, __m512 y, __m512i d, __m512i *code, const int dither) {
-    const __m512 inverse = _mm512_set1_ps(t->inverse[k]), magic = _mm512_set1_ps(0x1p23f + 255);
-    if (!dither) {
-        const __m512 near = y * inverse + magic;
-        *code = _mm512_castps_si512(near);
-        return y * inverse - (near - magic);
-    }
-    /* rounding towards zero leaves the code below in the lowest bits */
-    const __m512 down = _mm512_fmadd_round_ps(y, inverse, magic, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC), x = y * inverse - (down - magic);
-    const __m512 curve = _mm512_set1_ps(t->curve[k]), slope = _mm512_set1_ps(t->slope[k]);
-    const __mmask16 up = _mm512_cmplt_epu32_mask(d, _mm512_cvtps_epu32(x * (curve * x + slope)));
-    *code = _mm512_mask_sub_epi32(_mm512_castps_si512(down), up, _mm512_castps_si512(down), READ(minus_one32));
-    return _mm512_mask_sub_ps(x, up, x, _mm512_set1_ps(1));
-}
-
-OP __m512i wide_code_dither(const wide_constants *c, const segment *s, int64_t at) {
-    const uint32_t start = (uint32_t)(s->index + at) * 2654435761u + (uint32_t)s->step * 2654435769u;
-    return _mm512_add_epi32(_mm512_load_si512(c->code_dither), _mm512_set1_epi32((int)start));
-}
-
-/* Third pass: to codes, and u = m / r̂. */
-OP void wide_encode_v(const wide_constants *c, const segment *s, const planes *where, int64_t g, wide_tile *t, int k, const int dither) {
-    const int64_t at = g * GROUP, element = s->start + at;
-    const __m512 e1 = _mm512_set1_ps(t->e1[k]), e2 = _mm512_set1_ps(t->e2[k]), e3 = _mm512_set1_ps(t->e3[k]), e0 = _mm512_set1_ps(0x1.fffffcp-1f);
-    const __m512i lowest = _mm512_castps_si512(_mm512_set1_ps(t->lowest[k]));
-    __m512i d = wide_code_dither(c, s, at), largest = _mm512_setzero_si512();
-    EACH {
-        __m512i code;
-        const __m512 x = wide_round(c, t, k, wide_limit(_mm512_load_ps(t->r[k] + q * 16), lowest), d, &code, dither);
-        d = _mm512_add_epi32(d, READ(code_dither16));
-        _mm_storeu_si128((__m128i *)(where->v + element + q * 16), _mm512_cvtepi32_epi8(code));
-        const __m512 u = (((e3 * x + e2) * x + e1) * x + e0) * _mm512_load_ps(t->m[k] + q * 16);
-        _mm512_store_ps(t->m[k] + q * 16, u);
-        largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(u), READ(magnitude32)));
-    }
-    _mm512_store_si512(t->top[k], largest);
-}
-
-/* Second and third pass for groups that have zeros, or whose codes are clamped. */
-OP void wide_encode_special(const wide_constants *c, const segment *s, const planes *where, int64_t g, wide_tile *t, int k, const int dither) {
-    const int64_t at = g * GROUP, element = s->start + at;
-    const __m512 hi = _mm512_set1_ps(t->hi[k]), centres = _mm512_loadu_ps(LOG_INVERSE), logs = _mm512_loadu_ps(LOG_CENTRE) - hi;
-    const __m512i lowest = _mm512_castps_si512(_mm512_set1_ps(t->lowest[k]));
-    __m512i d = wide_code_dither(c, s, at), largest = _mm512_setzero_si512();
-    for (int q = 0; q < GROUP / 16; q++) {
-        const __m512 r = _mm512_load_ps(t->r[k] + q * 16);
-        const __mmask16 some = _mm512_cmp_ps_mask(r, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        __m512i code;
-        wide_round(c, t, k, wide_limit(wide_log2(c, r, centres, logs), lowest), d, &code, dither);
-        d = _mm512_add_epi32(d, READ(code_dither16));
-        _mm_storeu_si128((__m128i *)(where->v + element + q * 16), _mm512_maskz_cvtepi32_epi8(some, code));
-        const __m512 below = _mm512_castsi512_ps(code) - (0x1p23f + 255);
-        const __m512 u = _mm512_maskz_div_ps(some, _mm512_load_ps(t->m[k] + q * 16), (__m512)NAME(exp2)((V)(below * t->step[k] + hi)));
-        _mm512_store_ps(t->m[k] + q * 16, u);
-        largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(u), READ(magnitude32)));
-    }
-    _mm512_store_si512(t->top[k], largest);
-}
+/* log2 r - hi of group 0, with which the second pass begins. */
+OP void wide_first_log(const wide_tile *t, __m512 *y) { EACH y[q] = (__m512)(NAME(log2)(NAME(load)(t->r[0] + q * 16)) - t->hi[0]); }
 
 /* The constants of u: bits of `umax`, and the scale to codes. */
 OP __m512i wide_scales(wide_tile *t, float share, const int dither) {
     const V u = NAME(max)(NAME(min)((V)wide_reduce(t->top, 0) * share, NAME(set)(0x1.FEp127f)), NAME(set)(0x1p-100f));
     const I stored = ((I)u + (dither ? 0xFFF0 : 0x8000)) & -0x10000;
-    NAME(save)(t->scale, 127 / (V)stored * share);
+    NAME(save)(t->scale, (dither ? 127 * (1 - 0x1p-18f) : 127) / (V)stored * share);
     return (__m512i)stored;
 }
 
-/* Last pass: u to codes. */
-OP void wide_encode_m(const wide_constants *c, const segment *s, const planes *where, int64_t g, const wide_tile *t, int k, const int dither) {
-    const int64_t at = g * GROUP, element = s->start + at;
+/* Last pass: u to codes. The scale leaves a little room, so that no dither reaches 128 or -128. */
+OP void wide_encode_m(const wide_encoder *e, int8_t *codes, const wide_tile *t, int k, __m512i *d, const int dither) {
     const __m512 scale = _mm512_set1_ps(t->scale[k]);
-    /* signed, about a half, the dither needs no shift: its highest bit is turned over */
-    const uint32_t start = (uint32_t)(s->index + at) * 2246822519u + (uint32_t)s->step * 1779033703u + 0x80000000u;
-    __m512i d = _mm512_add_epi32(_mm512_load_si512(c->mcode_dither), _mm512_set1_epi32((int)start));
-    #pragma GCC unroll 4
-    for (int j = 0; j < GROUP; j += 16) {
-        const __m512 u = _mm512_load_ps(t->m[k] + j);
+    EACH {
+        const __m512 u = _mm512_load_ps(t->m[k] + q * 16);
         __m512i code;
         if (dither) {
-            /* everything is rounded down, so that the dither stays below 1 */
-            const __m512 half = u * scale + 0.5f, down = _mm512_cvt_roundepi32_ps(d, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-            d = _mm512_add_epi32(d, READ(mcode_dither16));
-            const __m512 x = _mm512_fmadd_round_ps(down, _mm512_set1_ps(0x1p-32f), half, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-            code = _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+            /* rounding towards zero the sum with a large number leaves the whole number below in the lowest bits */
+            const __m512 x = u * scale + wide_dither(*d, e->one);
+            *d = _mm512_add_epi32(*d, e->way);
+            code = _mm512_castps_si512(_mm512_add_round_ps(x, _mm512_set1_ps(0x1.8p23f - 1), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC));
         } else {
-            code = _mm512_min_epi32(_mm512_cvtps_epi32(u * scale), _mm512_set1_epi32(127));
+            code = _mm512_max_epi32(_mm512_min_epi32(_mm512_cvtps_epi32(u * scale), _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
         }
-        code = _mm512_max_epi32(code, _mm512_set1_epi32(-127));
-        _mm_storeu_si128((__m128i *)(where->m + element + j), _mm512_cvtepi32_epi8(code));
+        _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_cvtepi32_epi8(code));
     }
+}
+
+/* Dither of a segment's elements from `at` on: `weyl` in codecs/base.py. */
+OP __m512i wide_weyl(const uint32_t *lanes, uint32_t start) {
+    return _mm512_add_epi32(_mm512_load_si512(lanes), _mm512_set1_epi32((int)start));
 }
 
 /* `count` <= TILE groups from `g` on. */
@@ -294,20 +281,22 @@ OP void NAME(groups)(
         memset(t.low[count], 0xFF, sizeof t.low[0] * (size_t)(TILE - count));
     }
     const uint32_t special = wide_lattice(&t) & there;
-    if (__builtin_expect(special, 0)) {
-        for (int k = 0; k < count; k++)
-            if (special >> k & 1) {
-                wide_encode_special(h.integers, s, where, g + k, &t, k, dither);
-            } else {
-                wide_logs(h.integers, &t, k);
-                wide_encode_v(h.integers, s, where, g + k, &t, k, dither);
-            }
-    } else {
-        for (int k = 0; k < count; k++) wide_logs(h.integers, &t, k);
-        for (int k = 0; k < count; k++) wide_encode_v(h.integers, s, where, g + k, &t, k, dither);
+    const uint32_t index = (uint32_t)(s->index + g * GROUP), step = (uint32_t)s->step;
+    uint8_t *codes = where->v + s->start + g * GROUP;
+    wide_encoder e = wide_codes(h.integers);
+    __m512i d = wide_weyl(h.integers->code_dither, index * 2654435761u + step * 2654435769u);
+    __m512 y[GROUP / 16];
+    wide_first_log(&t, y);
+    for (int k = 0; k < count; k++) {
+        const int next = k + 1 < count ? k + 1 : k;
+        if (__builtin_expect(special >> k & 1, 0)) wide_encode_v(&e, codes + k * GROUP, &t, k, next, y, &d, dither, 1);
+        else wide_encode_v(&e, codes + k * GROUP, &t, k, next, y, &d, dither, 0);
     }
     const __m512i stored = wide_scales(&t, h.share, dither);
-    for (int k = 0; k < count; k++) wide_encode_m(h.integers, s, where, g + k, &t, k, dither);
+    d = wide_weyl(h.integers->mcode_dither, index * 2246822519u + step * 1779033703u);
+    e.way = _mm512_load_si512(h.integers->mcode_dither16);
+    int8_t *m_codes = where->m + s->start + g * GROUP;
+    for (int k = 0; k < count; k++) wide_encode_m(&e, m_codes + k * GROUP, &t, k, &d, dither);
     _mm512_mask_storeu_ps(where->hi + group, there, _mm512_load_ps(t.hi));
     _mm512_mask_storeu_ps(where->step + group, there, _mm512_load_ps(t.step));
     _mm256_mask_storeu_epi16(where->umax + group, there, _mm512_cvtepi32_epi16(_mm512_srli_epi32(stored, 16)));

@@ -3,6 +3,7 @@
  * in turn, since memory gives one thread several streams sooner than one. */
 #define LARGEST(type, mask) \
     const type *bits = (const type *)x; \
+    enum { BLOCK = 1024 / sizeof(type) }; \
     const int64_t part = n / 4 / BLOCK * BLOCK; \
     type top = 0; \
     for (int64_t i = 0; i < part; i += BLOCK) \
@@ -15,7 +16,6 @@
         const type magnitude = (type)(bits[i] & mask); \
         top = magnitude > top ? magnitude : top; \
     }
-#define BLOCK 256
 
 static int NAME(too_large)(const void *x, int64_t n, int type) {
     if (type == FP32) {
@@ -26,4 +26,3 @@ static int NAME(too_large)(const void *x, int64_t n, int type) {
     return top >= (type == BF16 ? 0x5E80 : 0x7C00); /* 2^62, or infinity */
 }
 #undef LARGEST
-#undef BLOCK

@@ -129,10 +129,10 @@ OP float NAME(largest)(V x) {
 
 #if ISA == 2
 /* For log2 of a mantissa in [1, 2): its upper four bits choose a centre, in each a 16th; 1 / centre, and log2 of the centre as it then is. */
-static const float LOG_INVERSE[16] = {
+static const float LOG_INVERSE[16] __attribute__((aligned(64))) = {
     0x1.f07c20p-1f, 0x1.d41d42p-1f, 0x1.bacf92p-1f, 0x1.a41a42p-1f, 0x1.8f9c18p-1f, 0x1.7d05f4p-1f, 0x1.6c16c2p-1f, 0x1.5c9882p-1f,
     0x1.4e5e0ap-1f, 0x1.414142p-1f, 0x1.3521d0p-1f, 0x1.29e412p-1f, 0x1.1f7048p-1f, 0x1.15b1e6p-1f, 0x1.0c9714p-1f, 0x1.041042p-1f};
-static const float LOG_CENTRE[16] = {
+static const float LOG_CENTRE[16] __attribute__((aligned(64))) = {
     0x1.6bad20p-5f, 0x1.08c588p-3f, 0x1.acf5dep-3f, 0x1.24407ap-2f, 0x1.6e2220p-2f, 0x1.b47ec0p-2f, 0x1.f7a854p-2f, 0x1.1bf314p-1f,
     0x1.3abb40p-1f, 0x1.584820p-1f, 0x1.74b1fcp-1f, 0x1.900e62p-1f, 0x1.aa708ep-1f, 0x1.c3e9cap-1f, 0x1.dc899ep-1f, 0x1.f45e06p-1f};
 /* log2(1 + t) / t for |t| <= 1/33, error 6e-8 with the product */

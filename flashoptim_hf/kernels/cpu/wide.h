@@ -5,26 +5,27 @@
  */
 typedef struct { __m512 a, b; } two; /* 32 fp32 numbers */
 
-/* Integer constants, twice in each 32 bits where they are words. They are read from here, since a compiler that knows them moves them from a
- * general register each time, or takes a product apart into shifts. */
-#define TWICE(x) (int32_t)((uint32_t)((x) & 0xFFFF) * 0x10001u)
+/* Integer constants as whole vectors, since an operand in memory costs nothing and a broadcast an operation; words are twice in each 32 bits. They
+ * are read from here, since a compiler that knows them moves them from a general register each time, or takes a product apart into shifts. */
+#define TWICE(x) SAME((int32_t)((uint32_t)((x) & 0xFFFF) * 0x10001u))
+#define SAME(x) {x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}
 #define LANES(a) {0, a, 2 * a, 3 * a, 4 * a, 5 * a, 6 * a, 7 * a, 8 * a, 9 * a, 10 * a, 11 * a, 12 * a, 13 * a, 14 * a, 15 * a}
 typedef struct {
-    uint32_t code_dither[16], mcode_dither[16];
-    uint32_t code_dither16, mcode_dither16; /* lanes of the Weyl sequences of codecs/log.py, and the way to the next 16 */
-    int32_t one, minus_one, mantissa, tie, largest, least, limit8, limit16, tiny, finite, whole, rest, times;
-    int32_t minus_one32, magnitude32, mantissa32, exponent0, least8;
+    uint32_t code_dither[16], mcode_dither[16], code_dither16[16], mcode_dither16[16]; /* the Weyl sequences of codecs/log.py, and the way on */
+    int32_t one[16], minus_one[16], mantissa[16], tie[16], largest[16], least[16], limit8[16], limit16[16], next_exponent[16], exponent[16], whole[16], rest[16];
+    int32_t times[16], minus_one32[16], magnitude32[16], mantissa32[16], exponent0[16], first_code[16], last_code[16], least8[16];
 } __attribute__((aligned(64))) wide_constants;
 static const wide_constants WIDE = {
-    LANES(2654435761u), LANES(2246822519u), 16 * 2654435761u, 16 * 2246822519u,
-    TWICE(1), TWICE(-1), TWICE(0x7F), TWICE(0x8000), TWICE(0x7FFF), TWICE(-0x7FFF), TWICE(-127), TWICE(-32767), TWICE(0x200),
-    TWICE(0xFF00 - 0x200), TWICE(258), TWICE(516), TWICE(-127), -1, 0x7FFFFFFF, 0x7FFFFF, 0x3F800000, (int32_t)0x81818181};
+    LANES(2654435761u), LANES(2246822519u), SAME(16 * 2654435761u), SAME(16 * 2246822519u),
+    TWICE(1), TWICE(-1), TWICE(0x7F), TWICE(0x8000), TWICE(0x7FFF), TWICE(-0x7FFF), TWICE(-127), TWICE(-32767), TWICE(0x80), TWICE(0x7F00), TWICE(258),
+    TWICE(516), TWICE(-127), SAME(-1), SAME(0x7FFFFFFF), SAME(0x7FFFFF), SAME(0x3F800000), SAME(0x4B000001), SAME(0x4B0000FF),
+    SAME((int32_t)0x81818181)};
 OP const wide_constants *wide_hidden(void) {
     const wide_constants *c = &WIDE;
     __asm__("" : "+r"(c));
     return c;
 }
-#define READ(name) _mm512_set1_epi32(c->name)
+#define READ(name) _mm512_load_si512(c->name)
 
 /* Words 0 to 15, or 16 to 31, in the upper halves of 16 lanes. */
 #define UPPER_OF(first) _mm512_set_epi16( \
@@ -52,17 +53,18 @@ OP two wide_from_bf16(__m512i p) {
  * In the integer view of fp32 a master is p + d, with d = c 2^15 / L to the nearest whole number and away from zero where c has the sign of p:
  * c 2^15 / 127 is 258 c + 2 c / 127, and c 2^15 / 32767 is c + c / 32767. The 2^16 patterns around a bf16 number are evenly spaced on both
  * sides of a power of two too, where below it they are half as wide, so that d doubles. |d| is at most 2^15, or one less where p is odd and
- * 2^15 would be rounded away from it. Weights of exponent 0 and 1 and those that are not finite have no correction. */
+ * 2^15 would be rounded away from it. Weights of exponent 0 and those that are not finite
+ * have no correction. */
 OP two wide_join(const wide_constants *c, __m512i p, __m512i e, const int bits) {
     const __m512i zero = _mm512_setzero_si512();
-    __mmask32 has = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(_mm512_add_epi16(p, p), READ(tiny)), READ(finite));
-    e = _mm512_maskz_mov_epi16(has, e);
     e = _mm512_mask_sub_epi16(e, _mm512_movepi16_mask(p), zero, e);
     /* towards zero from a power of two; what doubling would overflow is beyond the limit */
     __mmask32 inward = _mm512_mask_cmplt_epi16_mask(_mm512_testn_epi16_mask(p, READ(mantissa)), e, zero);
     if (bits == 24) e = _mm512_mask_add_epi16(e, inward, e, e);
     else e = _mm512_mask_adds_epi16(e, inward, e, e);
-    e = _mm512_max_epi16(e, bits == 24 ? READ(limit8) : READ(limit16));
+    /* exponents of 0 and of all ones, with 1 added, leave nothing */
+    const __mmask32 has = _mm512_test_epi16_mask(_mm512_add_epi16(p, READ(next_exponent)), READ(exponent));
+    e = _mm512_maskz_max_epi16(has, e, bits == 24 ? READ(limit8) : READ(limit16));
     const __m512i sign = _mm512_srai_epi16(e, 15);
     __m512i whole = bits == 24 ? _mm512_mullo_epi16(e, READ(whole)) : e;
     __m512i rest = bits == 24 ? _mm512_mulhrs_epi16(e, READ(rest)) : _mm512_mulhrs_epi16(_mm512_add_epi16(e, sign), READ(one));
@@ -108,7 +110,7 @@ OP two wide_load(const wide_constants *c, const void *param, const void *correct
     const __m512i p = _mm512_loadu_si512(param);
     if (!bits) return wide_from_bf16(p);
     if (bits == 32) return wide_join(c, p, _mm512_max_epi16(_mm512_loadu_si512(correction), READ(limit16)), 32);
-    const __m256i small = _mm256_max_epi8(_mm256_loadu_si256((const __m256i *)correction), _mm256_set1_epi32(c->least8));
+    const __m256i small = _mm256_max_epi8(_mm256_loadu_si256((const __m256i *)correction), _mm256_load_si256((const __m256i *)c->least8));
     return wide_join(c, p, _mm512_cvtepi8_epi16(small), 24);
 }
 
