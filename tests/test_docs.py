@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def test_blocks_run(path: Path, model: Path, tmp_path: Path, monkeypatch: pytest
                 session.run(block)
             except Failed as error:
                 pytest.fail(f"{block.name}: {error}")
+
+
+def test_keys_of_the_recipes() -> None:
+    fields = {
+        field.name
+        for config in (commands.recipe_module("sft_options").RecipeConfig, commands.recipe_module("qlora_sft").QLoraConfig)
+        for field in dataclasses.fields(config)
+    }
+    told = {key for row in read(ROOT / "docs/recipes.md").tables for key in re.findall(r"`(\w+)`", row[0])}
+    assert fields - {"dataset"} <= told
 
 
 def test_navigation_has_every_page() -> None:
