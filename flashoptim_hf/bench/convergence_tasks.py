@@ -203,6 +203,8 @@ def _language(task: Task, model: nn.Module, tokens: Mapping[str, Tensor], seed: 
         logits = logits if isinstance(logits, Tensor) else logits.logits
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
+    # The model stays in training mode, in which these have no dropout: for inference bitsandbytes repacks 4-bit layers on some CPUs, and a
+    # repacked one passes no gradient.
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
         parts = windows["eval"][: task.held_out].split(max(task.batch, 2))
@@ -220,21 +222,15 @@ def _full(folder: Path) -> nn.Module:
 
 def _qlora(folder: Path) -> nn.Module:
     """The pretrained model in NF4 with double quantization, computed in bf16; fp32 adapters on every linear layer."""
-    from bitsandbytes.nn import Linear4bit
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
-    state = torch.get_rng_state()  # the adapter's first weights shall not depend on what loading draws
     base = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": "cpu"}, use_cache=False
     )
-    torch.set_rng_state(state)
-    for layer in base.modules():
-        if isinstance(layer, Linear4bit):
-            layer.support_avx512bf16_for_cpu = False  # bitsandbytes would repack it for inference, and no gradient would pass
     adapter = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(base, adapter).train()
 

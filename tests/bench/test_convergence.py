@@ -181,12 +181,12 @@ def test_a_run_that_has_ended_is_not_repeated(tmp_path: Path, assets: Assets, mo
 
     def dying(task: Task, name: str, seed: int, store: Assets) -> Record:
         if len(done) == 3:
-            raise KeyboardInterrupt
+            raise RuntimeError("killed")
         done.append((name, seed))
         return train(task, name, seed, store)
 
     monkeypatch.setattr(convergence, "train", dying)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="killed"):
         run(**options, json_file=file, plot_file=None)
     assert [key[1:] for key in read(file)] == done == [("fp32", 0), ("log", 0), ("fp32", 1)]
     done.clear()
