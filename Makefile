@@ -65,9 +65,11 @@ mutants: $(VENV)/.dev
 	@echo "==> faults in the pager"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.race.mutants
 
-$(VENV)/.docs: $(VENV)/.base
+# The site needs neither torch nor the package.
+$(VENV)/.docs: constraints.txt
 	@echo "==> $(VENV): what makes the site"
-	@$(PIP) -e '.[docs]'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) mkdocs-material
 	@touch $@
 
 docs: $(VENV)/.docs
@@ -89,4 +91,4 @@ types: $(VENV)/.dev
 
 clean:
 	@echo "==> removing $(VENV), $(DEMO) and what builds and tools leave behind"
-	@rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf $(VENV) $(DEMO) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
