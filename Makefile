@@ -1,7 +1,7 @@
-# make demo    fine-tunes a real 135M model with QLoRA and the paged 8-bit optimizer, and shows the result
-# make test    runs the test suite
-# make race    plays 20,000 random schedules of the pager, and kills 50 runs
-# make mutants breaks the pager in several ways, and shows that the schedules notice each
+# make demo       fine-tunes a real 135M model with QLoRA and the paged 8-bit optimizer, and shows the result
+# make test       runs the test suite
+# make race       plays 20,000 random schedules of the pager, and kills 50 runs
+# make mutants    breaks the pager in several ways, and shows that the schedules notice each
 # make docs       builds the documentation as a site, in site/
 # make docs-check runs every command in README and docs that can run here, as it stands, with the demo's model
 # make lint | types | clean
