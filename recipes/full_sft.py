@@ -72,6 +72,7 @@ def main() -> None:
     config, args, model_args = make_parser().parse_args_and_config()
     check(args, model_args)
     sft_run.check_launch(args, environ)
+    sft_options.hide_token(args)
     resumed = sft_run.resume_folder(args.resume_from_checkpoint, args.output_dir, config.auto_resume)
     args.gradient_checkpointing_kwargs = args.gradient_checkpointing_kwargs or {"use_reentrant": False}
     args.include_num_input_tokens_seen = "non_padding"

@@ -110,6 +110,7 @@ def main() -> None:
     environ = dict(os.environ)  # what the launcher set, before the options below add to it
     config, args, model_args = make_parser().parse_args_and_config()
     sft_run.check_launch(args, environ)
+    sft_options.hide_token(args)
     sft_checks.precision(args, model_args)
     resumed = sft_run.resume_folder(args.resume_from_checkpoint, args.output_dir, config.auto_resume)
     args.gradient_checkpointing_kwargs = args.gradient_checkpointing_kwargs or {"use_reentrant": False}

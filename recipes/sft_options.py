@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,14 @@ def make_parser(config: type, training: type, defaults: dict[str, Any]) -> Recip
     parser = RecipeParser(types, allow_abbrev=False)
     parser.set_defaults(**defaults, use_cpu=not torch.accelerator.is_available())
     return parser
+
+
+def hide_token(args: Any) -> None:
+    """Hand the hub's token on through the environment: the Trainer pickles `args` into training_args.bin, and uploads that."""
+    for name in ("hub_token", "push_to_hub_token"):
+        if getattr(args, name, None):
+            os.environ["HF_TOKEN"] = getattr(args, name)
+            setattr(args, name, None)
 
 
 def load_tokenizer(model_args: ModelConfig, args: Any, added: Sequence[str] | None = None) -> PreTrainedTokenizerBase:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import sft_card
 import sft_checks
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -129,7 +130,8 @@ class Watch(TrainerCallback):
 
 
 class Steady(Trainer):
-    """For any Trainer: trainable weights keep their dtypes when a checkpoint is loaded, and evaluations log `eval_perplexity`.
+    """For any Trainer: trainable weights keep their dtypes when a checkpoint is loaded, evaluations log `eval_perplexity`, and the card is
+    complete.
 
     PEFT (0.21.2 at least) turns a bf16 adapter into fp32 while it loads it. The run would go on in another precision, and the low bits of
     bf16 weights that the optimizer keeps would no longer belong to them. The optimizer is made after the loading, so this is the place.
@@ -142,6 +144,11 @@ class Steady(Trainer):
         for key in [key for key in logs if self.perplexities and key.startswith("eval_") and key.endswith("_loss")]:
             logs[f"{key.removesuffix('loss')}perplexity"] = perplexity(logs[key])
         super().log(logs, *args, **kwargs)
+
+    def create_model_card(self, *args: Any, dataset_name: str | None = None, **kwargs: Any) -> None:
+        super().create_model_card(*args, dataset_name=sft_card.hub_id(dataset_name), **kwargs)
+        if self.is_world_process_zero():
+            sft_card.complete(self, Path(self.args.output_dir, "README.md"))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.dtypes = {name: weight.dtype for name, weight in self.model.named_parameters() if weight.requires_grad}

@@ -53,7 +53,7 @@ def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=config.dataset)
     if trainer.is_world_process_zero():
-        trainer.create_model_card(dataset_name=config.dataset, tags=["flashoptim-hf"])
+        trainer.create_model_card(dataset_name=config.dataset)
         for row in [
             *sft_callbacks.read_samples(args),
             *([{"label": "after training", "answer": answers["after"]}] if answers["after"] else []),
