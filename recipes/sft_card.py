@@ -27,7 +27,9 @@ def complete(trainer: Any, path: Path) -> None:
     card.data.tags = sorted({*(card.data.tags or []), TAG})
     if isinstance(trainer.model, PeftModel):
         card.data.library_name = "peft"
-    card.text = f"{card.text.rstrip()}\n\n## Training\n\n| | |\n| --- | --- |\n" + "".join(
+    # trl names a base model and a repository that there may not be
+    text = card.text.replace("[None](https://huggingface.co/None)", "a model in a local folder").replace('model="None"', 'model="FOLDER"')
+    card.text = f"{text.rstrip()}\n\n## Training\n\n| | |\n| --- | --- |\n" + "".join(
         f"| {label} | {value.replace('|', '/')} |\n" for label, value in rows(trainer)
     )
     card.save(path)

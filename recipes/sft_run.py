@@ -145,8 +145,9 @@ class Steady(Trainer):
             logs[f"{key.removesuffix('loss')}perplexity"] = perplexity(logs[key])
         super().log(logs, *args, **kwargs)
 
-    def create_model_card(self, *args: Any, dataset_name: str | None = None, **kwargs: Any) -> None:
-        super().create_model_card(*args, dataset_name=sft_card.hub_id(dataset_name), **kwargs)
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, **kwargs: Any) -> None:
+        model_name = model_name or Path(self.args.output_dir).name
+        super().create_model_card(model_name=model_name, dataset_name=sft_card.hub_id(dataset_name), **kwargs)
         if self.is_world_process_zero():
             sft_card.complete(self, Path(self.args.output_dir, "README.md"))
 

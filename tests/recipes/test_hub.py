@@ -91,6 +91,8 @@ def test_adapter_tokenizer_and_card_are_uploaded_and_nothing_else(push: Any, tmp
     head = card.split("---")[1]
     for part in ("- flashoptim-hf", "- trl", "library_name: peft"):
         assert part in head, head
+    assert "None" not in card
+    assert "None" not in (tmp_path / "out" / "README.md").read_text()
     assert str(tmp_path) not in card  # neither the data's path nor the output's
     assert "| optimizer | flashoptim_paged_adamw |" in card
     assert "| steps | 2 of 2 |" in card
