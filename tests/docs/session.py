@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import runpy
 import shlex
 import subprocess
@@ -46,7 +47,7 @@ class Session:
         Raises:
             Failed: with the words of the program.
         """
-        said = io.StringIO()
+        said, environ = io.StringIO(), dict(os.environ)
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 if block.language == "python":
@@ -57,6 +58,10 @@ class Session:
                     Path(block.options["file"]).write_text(block.text, encoding="utf-8")
         except (Exception, SystemExit) as error:
             raise Failed(f"{type(error).__name__}: {error}\n{said.getvalue()[-3000:]}") from error
+        finally:  # training arguments and accelerate leave their mark in the environment and in classes
+            os.environ.clear()
+            os.environ.update(environ)
+            _forget()
 
     def _bash(self, text: str) -> None:
         if "<<" in text:  # a file that is written, and nothing else
@@ -82,11 +87,8 @@ class Session:
 
     def _launch(self, words: list[str]) -> None:
         from accelerate.commands.launch import launch_command_parser
-        from accelerate.state import AcceleratorState, GradientState, PartialState
 
         args = launch_command_parser().parse_args(words)
-        for shared in (AcceleratorState, GradientState, PartialState):
-            shared._reset_state()
         with self.patch.context() as patch:
             patch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
             if args.module:
@@ -101,6 +103,13 @@ class Session:
         print(done.stdout, done.stderr)
         if done.returncode:
             raise Failed(f"exit status {done.returncode}: {done.stderr}")
+
+
+def _forget() -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
 
 
 def tiny_model(folder: Path) -> Any:
