@@ -5,7 +5,8 @@
 
 Only the states are rounded: the weights, from zero, are kept outside the codec, and every subject sees the same gradients. Cases in the
 report are the file's tensors, `all` for all of them together, `scale=S/...` with gradients and eps multiplied by S, `scale=S,eps=0/...`
-with eps 0, and `synthetic/NAME`, one line per seed and one for all seeds. Streams, subjects and metrics are in the files of those names.
+with eps 0, `synthetic/NAME`, one line per seed and one for all seeds, and those of the laboratory, see `lab.py`. Streams, subjects and
+metrics are in the files of those names.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import typer
 
 from ..codecs.base import codecs_for
 from ..errors import ConfigurationError
+from . import horizon, lab, lab_streams, streams, swallowed
 from . import peers as peer_packages
-from . import streams
+from .lab import worst
 from .metrics import METRICS
 from .report import JsonOption, Panel, PlotOption, Report, Row, check_outputs, cpu_name, draw, show, table
 from .streams import Problem
 from .subjects import ALGORITHMS, Algorithm, Subject, algorithm, codec_subject
+from .variants import variants
 
 Groups = Mapping[str, Sequence[Problem]]
 """A summarizing case ("all", "synthetic/sparse") to the problems that it sums up."""
@@ -39,7 +42,13 @@ def run(
     peers: Annotated[str, typer.Option(help="Peers (flashoptim, bitsandbytes, torchao), 'installed' or 'none'.")] = "installed",
     scales: Annotated[str, typer.Option(help="Factors on the file's gradients and on eps, for example 1e-8,1,1e8.")] = "",
     zero_eps: Annotated[bool, typer.Option(help="Run every scale with eps = 0 as well; without --scales, the file as it is.")] = False,
-    synthetic: Annotated[bool, typer.Option(help="Run the synthetic streams: 1000 steps of 4096 elements.")] = True,
+    synthetic: Annotated[bool, typer.Option(help="Run the synthetic streams, 1000 steps of 4096 elements, and the laboratory.")] = True,
+    laboratory: Annotated[bool, typer.Option("--lab/--no-lab", help="Run the laboratory: streams that break 8-bit states.")] = True,
+    roundings: Annotated[str, typer.Option(help="In the laboratory: dither, nearest, or both with a comma between.")] = "dither,nearest",
+    group_sizes: Annotated[
+        str, typer.Option("--groups", help="In the laboratory: sizes of groups besides each codec's own.")
+    ] = "16,32,64,128",
+    long_steps: Annotated[int, typer.Option("--horizon", min=0, help="In the laboratory: steps of the long run; 0: none.")] = 10_000,
     seeds: Annotated[str, typer.Option(help="Seeds of the synthetic streams.")] = "0,1,2",
     json_file: JsonOption = None,
     plot_file: PlotOption = None,
@@ -51,19 +60,33 @@ def run(
     """
     check_outputs(json_file, plot_file)
     chosen = algorithm(algorithm_name)
-    subjects, missing = peer_packages.choose(peers, algorithm_name)
-    names = codecs_for(chosen.rule.states) if codecs == "all" else items(codecs)
-    subjects = [*(codec_subject(name, algorithm=chosen) for name in names), *subjects]
-    groups = collect(gradients, positive(scales, "--scales"), zero_eps, whole(seeds, "--seeds") if synthetic else [])
+    others, missing = peer_packages.choose(peers, algorithm_name)
+    names = list(codecs_for(chosen.rule.states)) if codecs == "all" else items(codecs)
+    subjects = [*(codec_subject(name, algorithm=chosen) for name in names), *others]
+    numbers = whole(seeds, "--seeds") if synthetic else []
+    groups = collect(gradients, positive(scales, "--scales"), zero_eps, numbers)
+    sizes = whole(group_sizes, "--groups")
+    both = variants(names, items(roundings), [None], chosen)
+    sized = variants(names, items(roundings), sizes, chosen) if sizes else []
 
     report = measure(groups, subjects, chosen)
     show(*(table(rows, title) for title, rows in tables(report, groups)))
+    if numbers and laboratory:
+        streams_ = lab_streams.groups(numbers)
+        measure(streams_, [*(variant.subject(chosen) for variant in both), *others], chosen, report)
+        lab.sweep(report, groups.get("all") or [p for group in streams_.values() for p in group], sized, chosen)
+        if long_steps:
+            horizon.measure(report, both, others, chosen, long_steps)
+        swallowed.measure(report)
+        groups |= streams_
+        show(*(table(rows, title, digits=3) for title, rows in lab.tables(report, groups)))
+    show(*lab.verdict(report, groups))
     if missing:
         show(f"Peers that are not installed and were left out: {', '.join(missing)}.")
     if json_file is not None:
         report.write_json(json_file)
     if plot_file is not None:
-        draw(panels(report, groups), plot_file)
+        draw([*panels(report, groups), *lab.panels(report, groups)], plot_file)
 
 
 def items(text: str) -> list[str]:
@@ -121,16 +144,18 @@ def collect(gradients: Path | None, scales: Sequence[float], zero_eps: bool, see
     return groups
 
 
-def measure(groups: Groups, subjects: Sequence[Subject], algorithm: Algorithm = ALGORITHMS["adamw"]) -> Report:
-    """Every metric of every subject on every problem, and the summary of each group."""
-    report = Report("fidelity", cpu_name())
+def measure(
+    groups: Groups, subjects: Sequence[Subject], algorithm: Algorithm = ALGORITHMS["adamw"], report: Report | None = None
+) -> Report:
+    """Every metric of every subject on every problem, and the summary of each group, in a new report or at the end of the one given."""
+    report = Report("fidelity", cpu_name()) if report is None else report
     problems = [problem for group in groups.values() for problem in group]
     truths = [algorithm.exact(problem) for problem in problems]
     for subject in subjects:
         found: dict[tuple[str, str], float] = {}
         for problem, truth, outcome in zip(problems, truths, subject.solve(problems), strict=True):
             for metric, (function, unit) in METRICS.items():
-                value = found[problem.case, metric] = function(outcome.weights, truth, problem.lr)
+                value = found[problem.case, metric] = function(outcome.weights, truth, algorithm.unit(problem, truth))
                 report.add(problem.case, subject.name, metric, value, unit)
             found[problem.case, "bytes_per_param"] = outcome.bytes_per_param
         for case, group in groups.items():
@@ -139,25 +164,24 @@ def measure(groups: Groups, subjects: Sequence[Subject], algorithm: Algorithm = 
 
 
 def summarize(report: Report, case: str, subject: str, group: Sequence[Problem], found: Mapping[tuple[str, str], float]) -> None:
-    """Rows of a summarizing case: mean and worst error, largest step, and bytes per parameter over all elements.
+    """Rows of a summarizing case: mean and worst error, the largest and the most wrong step, and bytes per parameter over all elements.
 
     The problems of a synthetic case differ in the seed only, so that their mean is the case's error too.
     """
     errors, steps, nbytes = ([found[p.case, metric] for p in group] for metric in ("update_error", "worst_step", "bytes_per_param"))
+    largest = max(group, key=lambda p: found[p.case, "worst_step"])
     mean = math.fsum(errors) / len(errors)
     if case.startswith("synthetic/"):
         report.add(case, subject, "update_error", mean)
     report.add(case, subject, "update_error_mean", mean)
     report.add(case, subject, "update_error_worst", worst(errors))
+    report.add(case, subject, "cosine", min(found[p.case, "cosine"] for p in group))
     report.add(case, subject, "worst_step", worst(steps), "lr")
+    report.add(case, subject, "worst_step_exact", found[largest.case, "worst_step_exact"], "lr")
+    report.add(case, subject, "step_beyond", worst([found[p.case, "step_beyond"] for p in group]), "lr")
     elements = [p.grads.shape[1] for p in group]
     total = math.fsum(b * n for b, n in zip(nbytes, elements, strict=True))
     report.add(case, subject, "bytes_per_param", total / sum(elements), "B")
-
-
-def worst(values: Sequence[float]) -> float:
-    """The maximum; not a number where one of them is none."""
-    return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
 def tables(report: Report, groups: Groups) -> list[tuple[str, list[Row]]]:

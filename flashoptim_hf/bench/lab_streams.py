@@ -124,6 +124,13 @@ def constant(steps: int, elements: int, generator: torch.Generator) -> Tensor:
     return (1e-3 * sign * scales(2.0, elements, generator)).expand(steps, -1).clone()
 
 
+def late(steps: int, elements: int, generator: torch.Generator) -> Tensor:
+    """As `constant`, but every second element begins after a quarter of the steps: its v grows while its group stands still."""
+    grads = constant(steps, elements, generator)
+    grads[: steps // 4, 1::2] = 0
+    return grads
+
+
 def alternating(steps: int, elements: int, generator: torch.Generator) -> Tensor:
     """The same magnitude at every step with the sign turned each time, each element at its own lognormal scale of sigma 1."""
     sign = torch.where(torch.arange(steps) % 2 == 0, 1.0, -1.0)[:, None]
@@ -145,7 +152,7 @@ STREAMS: Mapping[str, Stream] = {
     function.__name__: function
     for function in (
         *(heavy_tails, sparse_rows, odd_zeros, residue, drifting_scale, growing, spikes, bursts, onset),
-        *(tiny, small, huge, immense, constant, alternating, wide, zeros),
+        *(tiny, small, huge, immense, constant, late, alternating, wide, zeros),
     )
 }
 """Name to stream."""
@@ -154,12 +161,16 @@ ZERO_EPS = ("small", "zeros")
 """Streams that are run with eps = 0."""
 
 
-def problems(seeds: Sequence[int], *, steps: int = 400, elements: int = 384) -> list[Problem]:
-    """Every stream with every seed; the case is "lab/NAME/seed=N". Defaults: 400 steps of 384 elements (six groups of 64)."""
-    return [
-        Problem(
-            f"lab/{name}/seed={seed}", stream(steps, elements, torch.Generator().manual_seed(seed)), eps=0.0 if name in ZERO_EPS else 1e-8
-        )
+def groups(seeds: Sequence[int], *, steps: int = 400, elements: int = 384) -> dict[str, list[Problem]]:
+    """Every stream by its case "lab/NAME", with every seed; that of one is "lab/NAME/seed=N". Defaults: 400 steps of 384 elements."""
+    return {
+        f"lab/{name}": [
+            Problem(
+                f"lab/{name}/seed={seed}",
+                stream(steps, elements, torch.Generator().manual_seed(seed)),
+                eps=0.0 if name in ZERO_EPS else 1e-8,
+            )
+            for seed in seeds
+        ]
         for name, stream in STREAMS.items()
-        for seed in seeds
-    ]
+    }

@@ -54,6 +54,7 @@ class Row:
         value: the number; of a timing, the median. Not finite becomes null in JSON.
         unit: its unit; "1" where it has none.
         p20, p80: percentiles of a timing, else None and left out of the JSON.
+        note: what a table says after the value; not in the JSON.
     """
 
     case: str
@@ -63,6 +64,7 @@ class Row:
     unit: str
     p20: float | None = None
     p80: float | None = None
+    note: str = ""
 
     @classmethod
     def timing(cls, case: str, subject: str, metric: str, samples: Sequence[float], unit: str) -> Row:
@@ -202,7 +204,7 @@ def table(rows: Sequence[Row], title: str, *, down: str = "case", across: str = 
     columns = list(dict.fromkeys(getattr(row, across) for row in rows))
     cells = {(getattr(row, down), getattr(row, across)): _text(row, digits) for row in rows}
     result = Table(title=title, title_justify="left", min_width=len(title))
-    result.add_column(down, overflow="fold")
+    result.add_column(down, overflow="fold", min_width=min(16, max(map(len, lines), default=0)))
     for column in columns:
         result.add_column(column, justify="right", no_wrap=True)
     for line in lines:
@@ -215,6 +217,8 @@ def _text(row: Row, digits: int) -> str:
     text = f"{row.value:.{digits}g}"
     if row.p20 is not None:
         text += f" ({row.p20:.{digits}g} to {row.p80:.{digits}g})"
+    if row.note:
+        text += f" {row.note}"
     return text if row.unit == "1" or not math.isfinite(row.value) else f"{text} {row.unit}"
 
 
@@ -242,12 +246,25 @@ class Panel:
     rows: Sequence[Row]
 
 
-def draw(panels: Sequence[Panel], path: Path) -> None:
+@dataclass(frozen=True)
+class Grid:
+    """One chart: a square for each case and subject, darker for larger values on a logarithmic scale, with the value written in it.
+
+    Attributes:
+        title: the heading.
+        rows: what to draw. A value of 0 or less is the lightest, one that is not finite the darkest.
+    """
+
+    title: str
+    rows: Sequence[Row]
+
+
+def draw(panels: Sequence[Panel | Grid], path: Path) -> None:
     """Draw the panels into `path`, see `figure`."""
     figure(panels).savefig(path, dpi=120)
 
 
-def figure(panels: Sequence[Panel]) -> Any:
+def figure(panels: Sequence[Panel | Grid]) -> Any:
     """A matplotlib figure with the panels below one another; a subject has the same colour in each.
 
     Raises:
@@ -257,13 +274,17 @@ def figure(panels: Sequence[Panel]) -> Any:
     from matplotlib.figure import Figure  # not pyplot, which keeps a global list of figures
     from matplotlib.patches import Patch
 
-    subjects = list(dict.fromkeys(row.subject for panel in panels for row in panel.rows))
+    subjects = list(dict.fromkeys(row.subject for panel in panels if isinstance(panel, Panel) for row in panel.rows))
     cases = [len({row.case for row in panel.rows}) for panel in panels]
-    heights = [0.9 + count * (0.13 * len(subjects) + 0.12) for count in cases]
+    thickness = [0.13 * len(subjects) + 0.12 if isinstance(panel, Panel) else 0.22 for panel in panels]
+    heights = [0.9 + count * each for count, each in zip(cases, thickness, strict=True)]
     result = Figure(figsize=(10, sum(heights)), layout="constrained")
     axes = result.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, panel in zip(axes, panels, strict=True):
-        _draw_panel(axis, panel, subjects)
+        if isinstance(panel, Grid):
+            _draw_grid(axis, panel)
+        else:
+            _draw_panel(axis, panel, subjects)
     handles = [Patch(color=f"C{k}", label=subject) for k, subject in enumerate(subjects)]
     result.legend(handles=handles, loc="outside upper center", ncols=len(subjects))
     return result
@@ -290,3 +311,22 @@ def _draw_panel(axis: Any, panel: Panel, subjects: Sequence[str]) -> None:
     axis.set_xlabel(panel.xlabel)
     axis.set_title(panel.title, loc="left", fontsize=10)
     axis.grid(axis="x", alpha=0.3)
+
+
+def _draw_grid(axis: Any, grid: Grid) -> None:
+    """One grid; colours span the six decades up to 10, so that grids of one picture can be compared."""
+    from matplotlib.colors import LogNorm
+
+    cases, subjects = (list(dict.fromkeys(getattr(row, name) for row in grid.rows)) for name in ("case", "subject"))
+    places = {(row.case, row.subject): row.value for row in grid.rows}
+    values = [[places.get((case, subject), math.nan) for subject in subjects] for case in cases]
+    colours = [[min(max(value, 1e-5), 10) if math.isfinite(value) else 10 for value in line] for line in values]
+    axis.imshow(colours, norm=LogNorm(1e-5, 10), cmap="Blues", aspect="auto")
+    for i, line in enumerate(values):
+        for k, value in enumerate(line):
+            if (cases[i], subjects[k]) in places:
+                axis.text(k, i, f"{value:.2g}", ha="center", va="center", fontsize=7, color="white" if colours[i][k] > 0.05 else "black")
+    axis.set_xticks(range(len(subjects)), subjects, fontsize=8)
+    axis.set_yticks(range(len(cases)), cases, fontsize=8)
+    axis.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
+    axis.set_title(grid.title, loc="left", fontsize=10)

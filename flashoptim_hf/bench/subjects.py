@@ -16,6 +16,7 @@ from ..codecs.base import Codec, get_codec
 from ..errors import ConfigurationError
 from ..kernels.rule import UpdateRule
 from ..optim import adamw, lion, sgd
+from .metrics import steps
 from .streams import Problem
 
 LION_BETAS = (0.9, 0.99)
@@ -88,11 +89,20 @@ def exact_sgd(problem: Problem) -> Tensor:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What is done with the gradients of a problem: its rule, the group options that it is run with, and the truth."""
+    """What is done with the gradients of a problem: its rule, the group options that it is run with, the truth, and the unit of a step.
+
+    A unit is lr, or for each step a number, shape (steps, 1).
+    """
 
     rule: UpdateRule
     options: Callable[[Problem], dict[str, Any]]
     exact: Callable[[Problem], Tensor]
+    unit: Callable[[Problem, Tensor], float | Tensor] = lambda problem, _: problem.lr
+
+
+def largest_move(problem: Problem, truth: Tensor) -> Tensor:  # noqa: ARG001
+    """The largest exact move of each step: SGD's own moves are as large as its gradients are, and lr says nothing of them."""
+    return steps(truth).amax(1, keepdim=True)
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -102,6 +112,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         sgd.RULE,
         lambda _: {"momentum": MOMENTUM, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "decoupled_weight_decay": False},
         exact_sgd,
+        largest_move,
     ),
 }
 """Name to algorithm."""
@@ -128,17 +139,17 @@ def codec_subject(name: str, *, dither: bool = True, algorithm: Algorithm = ALGO
 
     def solve(problems: Sequence[Problem]) -> Iterator[Outcome]:
         for problem in problems:
-            yield Outcome(_through_codec(problem, codec, algorithm), codec.nbytes(problem.grads.shape[1]) / problem.grads.shape[1])
+            yield Outcome(through_codec(problem, codec, algorithm), codec.nbytes(problem.grads.shape[1]) / problem.grads.shape[1])
 
     return Subject(name, solve)
 
 
-def _through_codec(problem: Problem, codec: Codec, algorithm: Algorithm) -> Tensor:
+def through_codec(problem: Problem, codec: Codec, algorithm: Algorithm) -> Tensor:
     """The weights after each step, fp64 [steps, elements]; only the states pass through the codec."""
-    steps, numel = problem.grads.shape
+    count, numel = problem.grads.shape
     rule, options = algorithm.rule, algorithm.options(problem)
     planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype) for plane in codec.planes]
-    weights = torch.empty(steps, numel, dtype=torch.float64)
+    weights = torch.empty(count, numel, dtype=torch.float64)
     weight = torch.zeros(numel, dtype=torch.float64)
     for t, grad in enumerate(problem.grads, start=1):
         hyper = (problem.lr, *rule.scalars(options, t))

@@ -64,6 +64,8 @@ class Codec(ABC):
 
     name: ClassVar[str]
     group: ClassVar[int]
+    dithers: ClassVar[bool] = False
+    """Whether `dither` makes a difference."""
     feeds_back: ClassVar[bool] = False
     """Whether `encode` returns what rounding took from the first state, for `UpdateRule.settle`."""
 

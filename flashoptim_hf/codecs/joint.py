@@ -202,6 +202,7 @@ class JointCodec(Codec):
 
     name = "joint"
     group = GROUP
+    dithers = True
     feeds_back = True
     device_decode = staticmethod(joint_decode)
     device_encode = staticmethod(joint_encode)
@@ -220,13 +221,13 @@ class JointCodec(Codec):
         return (
             Plane(m, torch.uint8),
             Plane(v, torch.uint8),
-            Plane(f"{v}_top", torch.float16, GROUP),
-            Plane(f"{v}_levels", torch.uint8, GROUP),
-            Plane(f"{m}_max", torch.bfloat16, GROUP),
+            Plane(f"{v}_top", torch.float16, self.group),
+            Plane(f"{v}_levels", torch.uint8, self.group),
+            Plane(f"{m}_max", torch.bfloat16, self.group),
         )
 
     def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
-        word = grouped(planes[1], GROUP).float() * 256 + grouped(planes[0], GROUP)
+        word = grouped(planes[1], self.group).float() * 256 + grouped(planes[0], self.group)
         top, entry, umax = (plane.float()[:, None] for plane in planes[2:])
         n, levels, step = lattice(entry)
         code = torch.floor((word + 0.5) / (2 * n + 1))
@@ -235,7 +236,7 @@ class JointCodec(Codec):
         return m.flatten()[:numel], (r * r).flatten()[:numel]
 
     def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> Tensor:
-        m, v = (grouped(value, GROUP) for value in values)
+        m, v = (grouped(value, self.group) for value in values)
         nonzero = v > 0
         log_r = torch.where(nonzero, torch.log2(v) * 0.5, -math.inf)
         hi = log_r.amax(1, keepdim=True).clamp_max(MAX_HI)
@@ -262,7 +263,7 @@ class JointCodec(Codec):
 
     def expected_errors(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         _, v = self.decode(planes, numel)
-        entry, umax = (plane.float().repeat_interleave(GROUP)[:numel] for plane in planes[3:])
+        entry, umax = (plane.float().repeat_interleave(self.group)[:numel] for plane in planes[3:])
         (n, _, width), r = lattice(entry), v.sqrt()
         dithered = 6 if self.dither else 12
         return umax / n * r / math.sqrt(12), r * (width * LN2 / math.sqrt(dithered))

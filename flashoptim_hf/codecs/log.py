@@ -153,6 +153,7 @@ class LogCodec(Codec):
 
     name = "log"
     group = GROUP
+    dithers = True
     device_decode = staticmethod(log_decode)
     device_encode = staticmethod(log_encode)
 
@@ -170,20 +171,20 @@ class LogCodec(Codec):
         return (
             Plane(m, torch.int8),
             Plane(v, torch.uint8),
-            Plane(f"{v}_max", torch.float32, GROUP),
-            Plane(f"{v}_step", torch.float32, GROUP),
-            Plane(f"{m}_max", torch.bfloat16, GROUP),
+            Plane(f"{v}_max", torch.float32, self.group),
+            Plane(f"{v}_step", torch.float32, self.group),
+            Plane(f"{m}_max", torch.bfloat16, self.group),
         )
 
     def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         mcode, code, hi, step, umax = planes
-        code = grouped(code, GROUP).float()
+        code = grouped(code, self.group).float()
         r = torch.where(code > 0, torch.exp2(hi[:, None] - (255 - code) * step[:, None]), 0)
-        m = grouped(mcode, GROUP).float() * (umax.float() / 127)[:, None] * r
+        m = grouped(mcode, self.group).float() * (umax.float() / 127)[:, None] * r
         return m.flatten()[:numel], (r * r).flatten()[:numel]
 
     def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> None:
-        m, v = (grouped(value, GROUP) for value in values)
+        m, v = (grouped(value, self.group) for value in values)
         nonzero = v > 0
         log_r = torch.log2(v) * 0.5
         hi, scale = group_constants(log_r)

@@ -105,11 +105,11 @@ class SoftsignCodec(Codec):
     @property
     def planes(self) -> tuple[Plane, ...]:
         codes = tuple(Plane(state.name, torch.int8 if state.signed else torch.uint8) for state in self.states)
-        return (*codes, *(Plane(f"{state.name}_scale", torch.float16, GROUP) for state in self.states))
+        return (*codes, *(Plane(f"{state.name}_scale", torch.float16, self.group) for state in self.states))
 
     def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         count = len(self.states)
-        codes = [grouped(plane, GROUP).float() for plane in planes[:count]]
+        codes = [grouped(plane, self.group).float() for plane in planes[:count]]
         scales = [plane.float()[:, None] for plane in planes[count:]]
         y = codes[0] / 127
         values = [y / (2 - y.abs()) * scales[0]]
@@ -119,13 +119,13 @@ class SoftsignCodec(Codec):
         return tuple(value.flatten()[:numel] for value in values)
 
     def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> None:  # noqa: ARG002
-        m = grouped(values[0], GROUP)
+        m = grouped(values[0], self.group)
         n, scale = _normalize(m)
         mcode = torch.floor(2 * n / (1 + n.abs()) * 127 + 0.5)
         if len(values) == 1:
             store(planes, (mcode, scale))
             return
-        n, root_scale = _normalize(grouped(values[1], GROUP).sqrt())
+        n, root_scale = _normalize(grouped(values[1], self.group).sqrt())
         code = torch.floor(n * 255 + 0.5)
         store(planes, (torch.where(code > 0, mcode, 0), code, scale, root_scale))
 

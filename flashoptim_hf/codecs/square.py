@@ -98,6 +98,7 @@ class SquareCodec(Codec):
 
     name = "square"
     group = GROUP
+    dithers = True
     device_decode = staticmethod(square_decode)
     device_encode = staticmethod(square_encode)
 
@@ -110,15 +111,15 @@ class SquareCodec(Codec):
     @property
     def planes(self) -> tuple[Plane, ...]:
         (state,) = self.states
-        return Plane(state.name, torch.int8), Plane(f"{state.name}_max", torch.bfloat16, GROUP)
+        return Plane(state.name, torch.int8), Plane(f"{state.name}_max", torch.bfloat16, self.group)
 
     def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
-        code = grouped(planes[0], GROUP).float()
+        code = grouped(planes[0], self.group).float()
         x = code * code.abs() * (planes[1].float() / SQUARE)[:, None]
         return (x.flatten()[:numel],)
 
     def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> None:
-        x = grouped(values[0], GROUP)
+        x = grouped(values[0], self.group)
         size = x.abs()
         scale = bf16_scale(size.amax(1), up=False)
         z = size * (SQUARE / scale.float())[:, None]

