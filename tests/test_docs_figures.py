@@ -12,6 +12,7 @@ import torch
 from flashoptim_hf.codecs.base import get_codec
 from flashoptim_hf.optim.adamw import RULE as ADAMW
 from flashoptim_hf.optim.lion import RULE as LION
+from tests.docs import commands
 from tests.docs.blocks import ROOT, read
 
 
@@ -112,6 +113,14 @@ def test_instructions_of_the_kernel() -> None:
             assert abs(float(number(cell)) - found[case, subject, metric]) <= 0.051, (cells, cell)
 
 
+@pytest.mark.parametrize("page", ["docs/comparison.md", "docs/kernels.md"])
+def test_milliseconds_of_python(page: str) -> None:
+    text, found = (ROOT / page).read_text(encoding="utf-8"), results("host-overhead")
+    for subject in ("ours", "flashoptim"):
+        assert f"{found['lora420', subject, 'ms_per_step']:.2f} ms" in text
+        assert f"{found['lora420', subject, 'launches_per_step']:.0f}".replace("1", "one") + " launch" in text
+
+
 def test_overhead_of_paging() -> None:
     found = results("paging")
     for begins, subject in (("nothing overlaps", "no_overlap"), ("pages in both", "ours"), ("updated during", "release")):
@@ -133,6 +142,21 @@ def test_bytes_in_the_options(codec: str) -> None:
     rule = LION if codec == "square" else ADAMW
     elements = 2**20
     assert agrees(number(cells[2]), get_codec(codec, rule.states, True).nbytes(elements) / elements)
+
+
+def test_the_plan_that_is_quoted() -> None:
+    from typer.testing import CliRunner
+
+    from flashoptim_hf import cli
+
+    page = read(ROOT / "docs/planner.md")
+    words = next(words for words in commands.lines(page.blocks[0].text) if words[0] == "flashoptim-hf")
+    words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
+    said = CliRunner().invoke(cli.app, words[1:]).output.replace("\n", " ")
+    quoted = next(block for block in page.blocks if block.language == "text")
+    for line in quoted.text.splitlines()[1:]:
+        parts = [part.strip() for part in line.split("│") if part.strip()]
+        assert re.search(r"[\s│]+".join(re.escape(part).replace(r"\ ", r"\s+") for part in parts), said), line
 
 
 def test_every_option_is_in_the_table() -> None:
