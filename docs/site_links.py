@@ -70,6 +70,15 @@ def linked(text: str, folder: str) -> set[str]:
     return paths | {path for path in inside if Path(path).suffix in LANGUAGES}
 
 
+def on_config(config: Any) -> Any:
+    """Called by mkdocs when it has read mkdocs.yml: pages that the navigation there does not have come at its end, under "More"."""
+    listed = set(re.findall(r"[\w-]+\.md", str(config.nav)))
+    rest = sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name not in listed)
+    if rest:
+        config.nav.append({"More": rest})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Called by mkdocs when it has read docs/: adds the pages that come from elsewhere."""
     wanted: set[str] = set()

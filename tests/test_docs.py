@@ -107,9 +107,11 @@ def test_keys_of_the_recipes() -> None:
     assert fields - {"dataset"} <= told
 
 
-def test_navigation_has_every_page() -> None:
-    listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= listed
+def test_navigation_names_pages_that_are_there() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    made = {"index.md", "contributing.md", "changelog.md"}  # of the files at the top, by docs/site_links.py
+    assert len(listed) > len(made)
+    assert set(listed) - made <= {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
 def messages() -> list[str]:
