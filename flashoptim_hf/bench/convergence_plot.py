@@ -28,7 +28,8 @@ def figure(records: Mapping[tuple[str, str, int], Record]) -> Any:
     from matplotlib.figure import Figure  # not pyplot, which keeps a global list of figures
     from matplotlib.lines import Line2D
 
-    colours = {name: "black" if name == REFERENCE else "0.6" if name == CONTROL else f"C{k}" for k, name in enumerate(NAMES)}
+    others = [name for name in NAMES if name not in (REFERENCE, CONTROL)]
+    colours = {REFERENCE: "black", CONTROL: "0.6", **{name: f"C{k}" for k, name in enumerate(others)}}
     tasks = [task for task in TASKS if any(record.task == task for record in records.values())]
     result = Figure(figsize=(11, 0.8 + 2.1 * max(1, len(tasks))), layout="constrained")
     axes = result.subplots(max(1, len(tasks)), 2, squeeze=False)
@@ -43,7 +44,7 @@ def figure(records: Mapping[tuple[str, str, int], Record]) -> Any:
                 right.plot(steps, difference, **style)
         right.axhline(0, color="black", linewidth=0.8)
         seeds = len({record.seed for record in records.values() if record.task == task})
-        left.set_title(f"{task}: training loss, mean of {seeds} seeds", loc="left", fontsize=9)
+        left.set_title(f"{task}: training loss, mean of {seeds} seed{'s' * (seeds > 1)}", loc="left", fontsize=9)
         right.set_title(f"{task}: minus fp32", loc="left", fontsize=9)
         for axis in (left, right):
             axis.grid(alpha=0.3)
