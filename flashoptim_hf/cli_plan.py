@@ -160,7 +160,7 @@ def from_recipe(file: Path) -> dict[str, Any]:
 
     text = file.read_text(encoding="utf-8")
     read: dict[str, Any] = yaml.safe_load(text) or {}
-    for key in ("use_dora", "lora_modules_to_save", "activation_offloading", "load_in_8bit"):
+    for key in ("use_dora", "lora_modules_to_save", "added_tokens", "activation_offloading", "load_in_8bit"):
         if read.get(key):
             raise ConfigurationError(f"{file}: {key}={read[key]!r} is not planned.")
     full = not read.get("use_peft", "full_sft.py" not in text.partition("\n")[0])
