@@ -136,3 +136,23 @@ def invented(page: Page, known: list[str]) -> list[str]:
 
 def test_troubleshooting_quotes_what_is_really_said() -> None:
     assert not invented(read(ROOT / "docs/troubleshooting.md"), messages())
+
+
+def test_public_names_are_told() -> None:
+    import torch
+
+    import flashoptim_hf
+    from flashoptim_hf import errors
+
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    own = {name for name in vars(flashoptim_hf.FlashAdamW.__mro__[1]) if name not in dir(torch.optim.Optimizer) and name[0] != "_"}
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    told = set(re.findall(r"`(?:optimizer\.)?(\w+)", text))
+    assert (set(dir(flashoptim_hf)) | own | raised) - {"rule", "check_group"} <= told
+
+
+def test_commands_are_told() -> None:
+    from flashoptim_hf import cli
+
+    text = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    assert not [name for name in cli.COMMANDS if f"flashoptim-hf {name}" not in text]
