@@ -246,9 +246,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Task("vit", "lion", lr=1e-3, weight_decay=0.1, steps=320, batch=32, width=64, layers=2),
             Task("gpt", "adamw", lr=5e-3, weight_decay=0.01, steps=240, batch=8, length=64, held_out=64, width=96, layers=2),
             Task("gpt", "lion", lr=1e-3, weight_decay=0.1, steps=240, batch=8, length=64, held_out=64, width=96, layers=2),
-            Task("qlora", "adamw", lr=2e-4, weight_decay=0.0, steps=30, batch=2, length=64, held_out=8, evaluations=5),
-            Task("qlora", "lion", lr=1e-4, weight_decay=0.0, steps=30, batch=2, length=64, held_out=8, evaluations=5),
-            Task("full", "adamw", lr=5e-5, weight_decay=0.0, steps=12, batch=2, length=64, held_out=8, evaluations=4),
+            Task("qlora", "adamw", lr=2e-4, weight_decay=0.0, steps=24, batch=2, length=64, held_out=6, evaluations=4),
+            Task("qlora", "lion", lr=1e-4, weight_decay=0.0, steps=24, batch=2, length=64, held_out=6, evaluations=4),
+            Task("full", "adamw", lr=5e-5, weight_decay=0.0, steps=10, batch=2, length=64, held_out=6, evaluations=4),
         )
     }
 )
