@@ -121,6 +121,38 @@ def test_milliseconds_of_python(page: str) -> None:
         assert f"{found['lora420', subject, 'launches_per_step']:.0f}".replace("1", "one") + " launch" in text
 
 
+def test_tables_of_conversions() -> None:
+    from flashoptim_hf.bench.conversions import Cell, as_markdown
+
+    tables: dict[str, dict[tuple[str, str], Cell]] = {}
+    found = results("conversions")
+    for case in dict.fromkeys(case for case, _, _ in found):
+        prefix, _, pair = case.rpartition("/")
+        source, target = pair.split("->")
+        value = {metric: found.get((case, "ours", metric)) for metric in ("state_error", "loss_difference", "masters_kept")}
+        masters = None if value["masters_kept"] is None else bool(value["masters_kept"])
+        tables.setdefault(prefix, {})[source, target] = Cell(value["state_error"], value["loss_difference"], "", masters)
+    text = (ROOT / "docs/conversion.md").read_text(encoding="utf-8")
+    assert len(tables) == 6
+    for prefix, cells in tables.items():
+        algorithm, _, weights = prefix.partition("/")
+        table = as_markdown(algorithm, cells, "bfloat16" if weights else "float32").partition("\n\n")[0]
+        assert not [line for line in table.splitlines() if line not in text], prefix
+
+
+def test_table_of_resharding() -> None:
+    found = results("reshard")
+    heads = [f"{a}->{b}" for a, b in ("22", "21", "12", "24", "42")]
+    rows = [cells for cells in read(ROOT / "docs/several-gpus.md").tables if re.match(r"\(\d+,", cells[0])]
+    assert len(rows) == 8
+    for cells in rows:
+        shape = cells[0].removesuffix(" LoRA")
+        for cell, ranks in zip(cells[1:], heads, strict=True):
+            case = next(case for case, _, _ in found if case.startswith(ranks) and case.endswith(shape))
+            codes, v, m = (found[case, "ours", metric] for metric in ("codes", "v_steps", "m_steps"))
+            assert cell == ("exact" if codes == 0 else f"{codes:.0f} codes; v {v:.2f}, m {m:.2f}"), (case, cell)
+
+
 def test_overhead_of_paging() -> None:
     found = results("paging")
     for begins, subject in (("nothing overlaps", "no_overlap"), ("pages in both", "ours"), ("updated during", "release")):
