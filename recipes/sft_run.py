@@ -250,7 +250,8 @@ def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, label=label)
     axes.set(xlabel="step", ylabel="loss per token", title="Loss")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
