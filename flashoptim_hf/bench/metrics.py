@@ -26,7 +26,7 @@ def cosine(weights: Tensor, exact: Tensor, unit: Unit) -> float:  # noqa: ARG001
     lengths = weights[-1].norm().item(), exact[-1].norm().item()
     if lengths == (0.0, 0.0):
         return 1.0
-    # scaled first: products of updates of 1e-15 are as good as others, those of 1e-200 would be 0
+    # scaled first: the products of updates of 1e-150 would be subnormal
     a, b = (w[-1] / length if length else w[-1] for w, length in zip((weights, exact), lengths, strict=True))
     return (a @ b).item()
 
