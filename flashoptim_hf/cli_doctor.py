@@ -122,7 +122,9 @@ def _path(device: Any) -> str:
 
     if device.type == "cpu":
         built = cpu.library()
-        why = f"compiled C, {built._name.rpartition('/')[2]}" if built is not None else "plain torch: the compiled path was not built"
+        why = "plain torch: the compiled path was not built"
+        if built is not None:
+            why = f"compiled C ({built._name.rpartition('/')[2]}) for {cpu.compiled()}; other codecs in plain torch"
     elif _triton.HAS_TRITON:
         why = f"fused Triton kernel, Triton {_triton.triton.__version__}"
     else:

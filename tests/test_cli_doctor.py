@@ -30,6 +30,7 @@ def test_report_as_text_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "5 of 5 methods" in report["transformers"]["safe checkpoints"]
     path = report["paths"]["cpu"]
     assert ("compiled C" in path) == (cpu.library() is not None)
+    assert ("adamw with codec='log' or 'joint'" in path) == (cpu.library() is not None)
     gap = float(path.rpartition("by ")[2].partition(" ")[0])
     assert gap < 1e-3
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from .rule import DTYPE_CODE, Format, Segment, Segments
 FUNCTIONS = MappingProxyType(
     {
         ("adamw", "log"): ("_cpu_adamw", "flashoptim_adamw_log"),
+        ("adamw", "joint"): ("_cpu_adamw", "flashoptim_adamw_joint"),
         ("lion", "square"): ("_cpu_momentum", "flashoptim_lion_square"),
         ("sgd", "square"): ("_cpu_momentum", "flashoptim_sgd_square"),
     }
@@ -70,6 +72,24 @@ def supports(fmt: Format) -> bool:
     return key in FUNCTIONS and library(FUNCTIONS[key][0]) is not None
 
 
+def compiled() -> str:
+    """All that the compiled path has, for people: "adamw with codec='log' or 'joint', ..."."""
+    codecs: dict[str, list[str]] = {}
+    for rule, codec in FUNCTIONS:
+        codecs.setdefault(rule, []).append(codec)
+    return ", ".join(f"{rule} with codec={' or '.join(map(repr, names))}" for rule, names in codecs.items())
+
+
+@cache
+def say_eager(rule: str, codec: str) -> None:
+    """Warn, once for each algorithm and codec, that the compiled path has no such, and the eager path serves."""
+    warnings.warn(
+        f"on a CPU, {rule} with codec={codec!r} runs in plain torch: same results, tens of times slower than the compiled path, which has "
+        f"{compiled()}.",
+        stacklevel=4,
+    )
+
+
 def can_look_at(tensor: Tensor) -> bool:
     """Whether `too_large` takes this tensor: the library was built, and it is contiguous and on the CPU, in bf16, fp16 or fp32."""
     return tensor.dtype in DTYPE_CODE and tensor.is_contiguous() and tensor.device.type == "cpu" and library() is not None
@@ -109,9 +129,9 @@ def update_page(
     """
     key = (fmt.rule.name, fmt.codec.name)
     if key not in FUNCTIONS:
-        known = ", ".join(f"{rule} with codec={codec!r}" for rule, codec in FUNCTIONS)
         raise UnsupportedError(
-            f"kernel='cpu' has no {fmt.rule.name} with codec={fmt.codec.name!r}, only {known}; use kernel='eager' or 'auto' for the others."
+            f"kernel='cpu' has no {fmt.rule.name} with codec={fmt.codec.name!r}, only {compiled()}; use kernel='eager' or 'auto' for the "
+            "others."
         )
     home, entry = FUNCTIONS[key]
     loaded = library(home)

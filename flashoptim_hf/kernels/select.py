@@ -92,6 +92,9 @@ def _compiled_or_eager(
     inv_scale: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> None:
-    """The compiled path where it has the rule and codec, else the eager one."""
-    update = cpu.update_page if cpu.supports(fmt) else eager.update_page
-    update(planes, segments, fmt, inv_scale=inv_scale, skip=skip)
+    """The compiled path where it has the rule and codec, else the eager one, which is said once."""
+    if cpu.supports(fmt):
+        cpu.update_page(planes, segments, fmt, inv_scale=inv_scale, skip=skip)
+    else:
+        cpu.say_eager(fmt.rule.name, fmt.codec.name)
+        eager.update_page(planes, segments, fmt, inv_scale=inv_scale, skip=skip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 
 import numpy as np
 import pytest
@@ -349,8 +350,13 @@ def test_asked_for_by_name():
     w = torch.ones(10)
     planes = [torch.zeros(10), torch.zeros(10)]
     hyper = (1e-3, *RULE.scalars({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}, 1))
-    select.kernel_for(w.device)(planes, [Segment(w, torch.ones(10), 0, 0, 1, hyper)], none)
+    cpu.say_eager.cache_clear()
+    with pytest.warns(UserWarning, match="adamw with codec='none' runs in plain torch.*adamw with codec='log' or 'joint'"):
+        select.kernel_for(w.device)(planes, [Segment(w, torch.ones(10), 0, 0, 1, hyper)], none)
     assert w[0] == pytest.approx(0.999)
+    with warnings.catch_warnings():  # said once
+        warnings.simplefilter("error")
+        select.kernel_for(w.device)(planes, [Segment(w, torch.ones(10), 0, 0, 2, hyper)], none)
 
 
 def test_without_the_library_the_eager_path_serves_with_one_warning(monkeypatch):

@@ -1,10 +1,12 @@
-/* AdamW with `log` states on a CPU: decode, update, encode, in one pass over memory.
+/* AdamW with `log` or `joint` states on a CPU: decode, update, encode, in one pass over memory.
  *
- * The arithmetic is that of codecs/log.py, codecs/weight_split.py and optim/adamw.py, one group of 64 elements at a time and in registers.
+ * The arithmetic is that of codecs/log.py (or codecs/joint.py), codecs/weight_split.py and optim/adamw.py, some groups of elements at a time.
  * The file includes itself once for each instruction set of x86-64 (see simd.h); which one runs is decided when the library is called.
  * Approximations of log2 and exp2 are far finer than the codec's lattice, so codes differ from the eager ones at rounding boundaries only.
  */
 #ifndef BODY
+
+#include <math.h>
 
 #include "page.h"
 
@@ -23,6 +25,21 @@ typedef struct {
     uint16_t *umax; /* bf16 */
     void *correction; /* int8_t, int16_t, or unused */
 } planes;
+
+/* The planes of `joint`, in the codec's order, and the corrections. */
+typedef struct {
+    uint8_t *low, *high; /* of a 16-bit code */
+    uint16_t *top;       /* fp16 */
+    uint8_t *levels;
+    uint16_t *umax; /* bf16 */
+    void *correction;
+} joint_planes;
+
+/* How far an error of m will move a weight in the steps to come, in units of what m itself moves it in one: `settle` in optim/adamw.py. */
+static float joint_coast(double beta1, double beta1_rest, int64_t step) {
+    const double power = pow(beta1, (double)step), q = power > 1e-4 ? power : 1e-4;
+    return (float)(beta1 / beta1_rest * (q - 1) * log(1 - q) / q);
+}
 
 #include "loop.h"
 
@@ -93,6 +110,13 @@ void flashoptim_adamw_log(
     int isa) {
     const options how = {master_bits, dither, inv_scale};
     run_page(PICK(isa, run), segments, hypers, 1, count, where, &how, threads);
+}
+
+void flashoptim_adamw_joint(
+    const segment *segments, const hyper *hypers, int64_t count, const planes *where, int master_bits, int dither, float inv_scale, int threads,
+    int isa) {
+    const options how = {master_bits, dither, inv_scale};
+    run_page(PICK(isa, run_joint), segments, hypers, 1, count, where, &how, threads);
 }
 
 #else /* the body */
@@ -171,6 +195,8 @@ static void NAME(run)(const segment *s, const hyper *h, const planes *where, con
 #undef LOOP
     for (; g < last; g++) NAME(any_group)(s, h, where, how, g, (int)(s->numel - g * GROUP < GROUP ? s->numel - g * GROUP : GROUP));
 }
+
+#include "adamw_joint.h"
 
 #undef TILE
 #undef V
