@@ -10,6 +10,7 @@ from ..errors import ConfigurationError
 from ..planner.memory import Plan, paging_pays, plan
 from ..planner.setup import Setup
 from ..planner.shapes import shape_of
+from ..trainer import processes
 from ..trainer.callbacks import flash_optimizer
 from .facts import unwrapped
 
@@ -42,7 +43,7 @@ def plan_of(args: Any, model: Any, optimizer: Any) -> Plan:
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "options": dict(flash.defaults) if flash is not None else {},
         "ranks": args.world_size,
-        "ranks_per_host": args.world_size,
+        "ranks_per_host": processes.local_processes(args),
         "fsdp": bool(getattr(args, "fsdp_plugin_args", None)),
     }
     if adapter is not None:

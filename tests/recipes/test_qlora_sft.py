@@ -206,6 +206,9 @@ def test_two_processes_each_load_on_their_own_device(tiny_model: Path, data: Pat
     for rank in (0, 1):
         assert f"[rank {rank}] loading {tiny_model} with device map {{'': 'cpu'}}" in done.stdout
     assert done.stdout.count("in force: 2 process(es)") == 1
+    page = (tmp_path / "two" / "report.html").read_text()
+    assert "2 per process, 1 micro batches, 2 processes" in page
+    assert page.count(">equal<") == 3  # weights and state of this process, as planned
 
 
 @pytest.mark.parametrize(
