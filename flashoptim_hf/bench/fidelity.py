@@ -27,7 +27,7 @@ from .metrics import METRICS
 from .report import JsonOption, Panel, PlotOption, Report, Row, check_outputs, cpu_name, draw, show, table
 from .streams import Problem
 from .subjects import ALGORITHMS, Algorithm, Subject, algorithm, codec_subject
-from .variants import variants
+from .variants import Variant, variants
 
 Groups = Mapping[str, Sequence[Problem]]
 """A summarizing case ("all", "synthetic/sparse") to the problems that it sums up."""
@@ -42,8 +42,11 @@ def run(
     peers: Annotated[str, typer.Option(help="Peers (flashoptim, bitsandbytes, torchao), 'installed' or 'none'.")] = "installed",
     scales: Annotated[str, typer.Option(help="Factors on the file's gradients and on eps, for example 1e-8,1,1e8.")] = "",
     zero_eps: Annotated[bool, typer.Option(help="Run every scale with eps = 0 as well; without --scales, the file as it is.")] = False,
-    synthetic: Annotated[bool, typer.Option(help="Run the synthetic streams, 1000 steps of 4096 elements, and the laboratory.")] = True,
-    laboratory: Annotated[bool, typer.Option("--lab/--no-lab", help="Run the laboratory: streams that break 8-bit states.")] = True,
+    synthetic: Annotated[bool, typer.Option(help="Run the synthetic streams: 1000 steps of 4096 elements.")] = True,
+    laboratory: Annotated[
+        bool | None,
+        typer.Option("--lab/--no-lab", help="Run the laboratory: streams that break 8-bit states. Default: as --synthetic."),
+    ] = None,
     roundings: Annotated[str, typer.Option(help="In the laboratory: dither, nearest, or both with a comma between.")] = "dither,nearest",
     group_sizes: Annotated[
         str, typer.Option("--groups", help="In the laboratory: sizes of groups besides each codec's own.")
@@ -63,21 +66,16 @@ def run(
     others, missing = peer_packages.choose(peers, algorithm_name)
     names = list(codecs_for(chosen.rule.states)) if codecs == "all" else items(codecs)
     subjects = [*(codec_subject(name, algorithm=chosen) for name in names), *others]
-    numbers = whole(seeds, "--seeds") if synthetic else []
-    groups = collect(gradients, positive(scales, "--scales"), zero_eps, numbers)
-    sizes = whole(group_sizes, "--groups")
-    both = variants(names, items(roundings), [None], chosen)
-    sized = variants(names, items(roundings), sizes, chosen) if sizes else []
+    numbers = whole(seeds, "--seeds")
+    in_lab = numbers if (synthetic if laboratory is None else laboratory) else []
+    groups = collect(gradients, positive(scales, "--scales"), zero_eps, numbers if synthetic else [], bool(in_lab))
+    own, sized = (variants(names, items(roundings), sizes, chosen) for sizes in ([None], whole(group_sizes, "--groups")))
 
     report = measure(groups, subjects, chosen)
     show(*(table(rows, title) for title, rows in tables(report, groups)))
-    if numbers and laboratory:
-        streams_ = lab_streams.groups(numbers)
-        measure(streams_, [*(variant.subject(chosen) for variant in both), *others], chosen, report)
-        lab.sweep(report, groups.get("all") or [p for group in streams_.values() for p in group], sized, chosen)
-        if long_steps:
-            horizon.measure(report, both, others, chosen, long_steps)
-        swallowed.measure(report)
+    if in_lab:
+        streams_ = lab_streams.groups(in_lab)
+        measure_lab(report, streams_, groups.get("all"), own, sized, others, chosen, long_steps)
         groups |= streams_
         show(*(table(rows, title, digits=3) for title, rows in lab.tables(report, groups)))
     show(*lab.verdict(report, groups))
@@ -122,8 +120,10 @@ def whole(text: str, option: str) -> list[int]:
         raise ConfigurationError(f"{option} {text!r}: {error}; give whole numbers with commas between, for example 0,1,2.") from error
 
 
-def collect(gradients: Path | None, scales: Sequence[float], zero_eps: bool, seeds: Sequence[int]) -> dict[str, list[Problem]]:
-    """All problems by the case that sums them up.
+def collect(
+    gradients: Path | None, scales: Sequence[float], zero_eps: bool, seeds: Sequence[int], more: bool = False
+) -> dict[str, list[Problem]]:
+    """All problems by the case that sums them up; none is an error unless there is `more` to run.
 
     Raises:
         ConfigurationError: there is nothing to run, scales without a file, or a file that cannot be used.
@@ -139,7 +139,7 @@ def collect(gradients: Path | None, scales: Sequence[float], zero_eps: bool, see
         raise ConfigurationError("--scales and --zero-eps scale the gradients of a file; give one with --gradients.")
     for problem in streams.synthetic(seeds):
         groups.setdefault(problem.case.rpartition("/")[0], []).append(problem)
-    if not groups:
+    if not groups and not more:
         raise ConfigurationError("there is nothing to run: give --gradients FILE, or --synthetic with at least one of --seeds.")
     return groups
 
@@ -161,6 +161,24 @@ def measure(
         for case, group in groups.items():
             summarize(report, case, subject.name, group, found)
     return report
+
+
+def measure_lab(
+    report: Report,
+    groups: Groups,
+    captured: Sequence[Problem] | None,
+    own: Sequence[Variant],
+    sized: Sequence[Variant],
+    peers: Sequence[Subject],
+    algorithm: Algorithm,
+    long_steps: int,
+) -> None:
+    """Every part of the laboratory: streams, sizes of groups (on the captured gradients, if there are any), the long run, weights."""
+    measure(groups, [*(variant.subject(algorithm) for variant in own), *peers], algorithm, report)
+    lab.sweep(report, captured or [problem for group in groups.values() for problem in group], sized, algorithm)
+    if long_steps:
+        horizon.measure(report, own, peers, algorithm, long_steps)
+    swallowed.measure(report)
 
 
 def summarize(report: Report, case: str, subject: str, group: Sequence[Problem], found: Mapping[tuple[str, str], float]) -> None:

@@ -30,12 +30,12 @@ def measure(report: Report) -> None:
         moves = exact(Problem("", drifting(0.5, 1.0, seed=0, steps=STEPS, elements=ELEMENTS), lr=lr))
         updates = torch.cat((moves[:1], moves.diff(dim=0)))
         for name, bits in FORMATS.items():
-            share, error = run(start, updates, bits)
+            share, error = follow(start, updates, bits)
             report.add(f"weights/lr={lr:g}", name, "swallowed", share)
             report.add(f"weights/lr={lr:g}", name, "update_error", error)
 
 
-def run(start: Tensor, updates: Tensor, bits: int) -> tuple[float, float]:
+def follow(start: Tensor, updates: Tensor, bits: int) -> tuple[float, float]:
     """The share of updates, fp64 [steps, elements], after which the weight is what it was, and the relative error of all together."""
     p = start.bfloat16()
     c = torch.zeros(len(p), dtype=weight_split.CORRECTION_DTYPE[bits]) if bits else None

@@ -53,6 +53,7 @@ def test_groups_hold_the_file_its_scales_and_the_streams(gradients, monkeypatch)
 def test_nothing_to_run_or_to_scale_is_an_error():
     with pytest.raises(ConfigurationError, match="nothing to run"):
         collect(None, [], False, [])
+    assert collect(None, [], False, [], more=True) == {}, "the laboratory alone"
     with pytest.raises(ConfigurationError, match="--gradients"):
         collect(None, [10.0], False, [0])
 

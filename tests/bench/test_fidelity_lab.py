@@ -177,7 +177,7 @@ def test_swallowed_updates_are_counted():
     for size, shares in ((2.0**-6, (0, 0, 0)), (2.0**-10, (1, 0, 0)), (2.0**-18, (1, 1, 0))):
         updates = torch.full((4, 100), size, dtype=torch.float64)
         for share, bits in zip(shares, (0, 24, 32), strict=True):
-            found, error = swallowed.run(start, updates, bits)
+            found, error = swallowed.follow(start, updates, bits)
             assert found == share, (size, bits)
             assert error == pytest.approx(share, abs=0.01)
 
