@@ -93,6 +93,12 @@ def test_a_block_of_which_nobody_says_what_it_is_fails(language: str, marker: st
     assert len(test_docs.unclassified(page(language, "x", marker))) == 1
 
 
+def test_indented_blocks_hold_commands_or_formulas(tmp_path: Path) -> None:
+    found = test_docs.faults(parse("# T\n\nRun\n\n    flashoptim-hf plann\n\nwhere\n\n    a ≤ b (c)\n", "docs/page.md"), tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith("docs/page.md:5")
+
+
 def test_what_is_right_passes(tmp_path: Path) -> None:
     right = [
         page("bash", f"{LAUNCH} recipes/qlora_sft.py \\\n    --config FILE.yaml --max_steps 3  # a comment\nflashoptim-hf plan MODEL"),

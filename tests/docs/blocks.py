@@ -9,7 +9,7 @@ A fenced block is classified by its language, and by a comment on the line befor
     yaml    parse (default: read by a recipe's parser; recipe=NAME, default qlora_sft, or recipe=accelerate, axolotl),
             run (also written to the file named by file=NAME, for the blocks that follow)
     json    parse (every line, or the whole)
-    text    output (what a program prints; nothing to check)
+    text    output (what a program prints), formula (indented blocks with mathematical signs are formulas by themselves)
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CLASSES = {
     "yaml": ("parse", "run"),
     "json": ("parse",),
     "jsonl": ("parse",),
-    "text": ("output",),
+    "text": ("output", "formula"),
 }
-"""Language -> the classes that it may have; the first one is meant where no comment says otherwise, but never `output`."""
+"""Language -> the classes that it may have; the first one is meant where no comment says otherwise, but none of `text`'s."""
 
 MARKER = re.compile(r"<!--\s*check:\s*(\w+)((?:\s+\w+=\S+)*)\s*-->")
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -96,11 +96,13 @@ def parse(text: str, file: str) -> Page:
 
 def _block(file: str, line: int, token: Any, said: re.Match[str] | None) -> Block:
     language = token.info.strip().split()[0] if token.info.strip() else ""
-    language = language or "bash"  # blocks that say nothing hold commands here, or the parser of commands refuses them
+    if token.type == "code_block" and re.search("[≤≥←≈√Σ·]", token.content):
+        return Block(file, line, "text", "formula", token.content)
+    language = language or "bash"  # other blocks that say nothing hold commands, or the parser of commands refuses them
     classes = CLASSES.get(language, ())
     options = dict(pair.split("=", 1) for pair in said[2].split()) if said else {}
     kind = said[1] if said else next(iter(classes), "")
-    known = kind in classes and (said is not None or kind != "output")
+    known = kind in classes and (said is not None or language != "text")
     return Block(file, line, language, kind if known else "", token.content, options)
 
 
