@@ -90,10 +90,11 @@ int flashoptim_too_large(const span *spans, int64_t count, int threads, int isa)
     int found = 0;
     for (int64_t s = 0; s < count; s++) tasks += looks_of(&spans[s]);
     if (threads > tasks) threads = (int)(tasks ? tasks : 1);
+    const int64_t share = tasks / (16 * threads) + 1; /* as in loop.h */
     #pragma omp parallel num_threads(threads) reduction(|:found)
     {
         int64_t s = 0, before = 0; /* tasks before span s; each thread walks on from where it was */
-        #pragma omp for schedule(static)
+        #pragma omp for schedule(monotonic : dynamic, share)
         for (int64_t task = 0; task < tasks; task++) {
             while (task >= before + looks_of(&spans[s])) before += looks_of(&spans[s++]);
             const int64_t first = (task - before) * LOOK, rest = spans[s].numel - first;

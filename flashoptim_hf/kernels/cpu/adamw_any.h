@@ -1,65 +1,50 @@
-/* AdamW with `log` states, the form for AVX2 and for what the compiler targets: three passes over a tile of groups. Included by adamw.c. */
+/* AdamW with `log` states, the form for AVX2 and for what the compiler targets: passes over a tile of groups. Included by adamw.c. */
 
 /* What a tile of groups carries from one pass to the next: registers would hold one group only, and a group's own chain of reductions and
  * divisions is too long to wait for. In passes over a tile the processor works on several groups at once. All of it stays in the L1 cache. */
 #define TILE 8
 typedef struct {
     float m[TILE][GROUP];         /* the new m, then u = m / r̂ */
-    float log_r[TILE][GROUP];     /* log2 r, -2^100 for r = 0 */
+    float log_r[TILE][GROUP];     /* the new v, then log2 r, -2^100 for r = 0 */
     float inverse_r[TILE][GROUP]; /* 1 / r, 0 for r = 0 */
+    float move[TILE][GROUP];      /* what is taken from the weight */
     float top[TILE], low[TILE];   /* largest log2 r, and largest -log2 r */
     float hi[TILE], step[TILE], inverse_step[TILE], last[TILE], curve[TILE], u[TILE], scale[TILE];
 } NAME(tile);
 
-/* First pass over one group: decode, update, store the weight. `type`, `grad_type` and `bits` are constants wherever this is inlined: FP32
- * without corrections, or BF16. */
-OP void NAME(update)(
-    const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, NAME(tile) *t, int k, const int type,
-    const int grad_type, const int bits) {
+/* First pass over one group: decode, and update the moments. Three passes, since the chain of operations from a code to the weight that it
+ * changes is too long for the processor to look past. */
+OP void NAME(moments)(
+    const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, NAME(tile) *t, int k, const int grad_type) {
     const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
-    const float limit = bits == 24 ? 127 : 32767;
-    float *param = (float *)s->param + at;
-    uint16_t *param16 = (uint16_t *)s->param + at;
-    int8_t *c8 = (int8_t *)where->correction + element;
-    int16_t *c16 = (int16_t *)where->correction + element;
-
     const float step = where->step[group], first = where->hi[group] - 255 * step;
     const float umax = float_of((uint32_t)where->umax[group] << 16) / 127 * h->beta1;
     const float rest1 = h->beta1_rest * how->inv_scale, rest2 = h->beta2_rest * how->inv_scale * how->inv_scale;
-    const float decay = 1 - h->lr * h->weight_decay, size = h->lr * h->rate;
-    V top = NAME(set)(-0x1p100f), low = NAME(set)(-0x1p100f);
-
     #pragma GCC unroll 4
     for (int j = 0; j < GROUP; j += W) {
-        V grad = grad_type == FP32 ? NAME(load)((const float *)s->grad + at + j)
-                                   : (V)(NAME(from_u16)((const uint16_t *)s->grad + at + j) << 16);
-        I p = type == FP32 ? (I)NAME(load)(param + j) : NAME(from_u16)(param16 + j) << 16;
-        V w = (V)p;
-        if (bits) {
-            V c = NAME(to_f)(bits == 24 ? NAME(from_i8)(c8 + j) : NAME(from_i16)(c16 + j));
-            w = NAME(join)(p, NAME(max)(c, NAME(set)(-limit)), limit);
-        }
-        V code = NAME(to_f)(NAME(from_u8)(where->v + element + j));
-        V r = NAME(keep)(NAME(ne0)(code), NAME(exp2)(code * step + first));
-        V m = NAME(to_f)(NAME(from_i8)(where->m + element + j)) * umax * r + grad * rest1;
+        const V grad = grad_type == FP32 ? NAME(load)((const float *)s->grad + at + j)
+                                         : (V)(NAME(from_u16)((const uint16_t *)s->grad + at + j) << 16);
+        const V code = NAME(to_f)(NAME(from_u8)(where->v + element + j));
+        const V r = NAME(keep)(NAME(ne0)(code), NAME(exp2)(code * step + first));
+        NAME(save)(t->m[k] + j, NAME(to_f)(NAME(from_i8)(where->m + element + j)) * umax * r + grad * rest1);
         /* at most the largest number: an infinite v would make inf * 0 below */
-        V v = NAME(min)(r * h->beta2 * r + grad * rest2 * grad, NAME(set)(0x1.fffffep127f));
-        M some = NAME(lt)(NAME(set)(0), v);
-        V inverse_r = NAME(keep)(some, NAME(rsqrt)(v)), denominator = v * inverse_r + h->eps;
-        V move = NAME(keep)(NAME(ne0)(denominator), m / denominator);
-        w = w * decay - size * move;
-        if (type == FP32) {
-            NAME(save)(param + j, w);
-        } else {
-            p = NAME(to_bf16)(w);
-            NAME(to_16)(param16 + j, p >> 16);
-            if (bits == 24) NAME(to_8)(c8 + j, NAME(correct)(w, p, limit));
-            if (bits == 32) NAME(to_16)(c16 + j, NAME(correct)(w, p, limit));
-        }
-        V log = NAME(log2)(v) * 0.5f, kept = NAME(pick)(some, log, NAME(set)(-0x1p100f));
+        NAME(save)(t->log_r[k] + j, NAME(min)(r * h->beta2 * r + grad * rest2 * grad, NAME(set)(0x1.fffffep127f)));
+    }
+}
+
+/* v to log2 r and 1 / r, and the step of the weight. */
+OP void NAME(ratios)(const hyper *h, NAME(tile) *t, int k) {
+    V top = NAME(set)(-0x1p100f), low = NAME(set)(-0x1p100f);
+    const float size = h->lr * h->rate;
+    #pragma GCC unroll 4
+    for (int j = 0; j < GROUP; j += W) {
+        const V v = NAME(load)(t->log_r[k] + j);
+        const M some = NAME(lt)(NAME(set)(0), v);
+        const V inverse_r = NAME(keep)(some, NAME(rsqrt)(v)), denominator = v * inverse_r + h->eps;
+        NAME(save)(t->move[k] + j, NAME(keep)(NAME(ne0)(denominator), NAME(load)(t->m[k] + j) / denominator) * size);
+        const V log = NAME(log2)(v) * 0.5f, kept = NAME(pick)(some, log, NAME(set)(-0x1p100f));
         top = NAME(max)(top, kept);
         low = NAME(max)(low, NAME(pick)(some, -log, NAME(set)(-0x1p100f)));
-        NAME(save)(t->m[k] + j, m);
         NAME(save)(t->inverse_r[k] + j, inverse_r);
         NAME(save)(t->log_r[k] + j, kept);
     }
@@ -67,7 +52,22 @@ OP void NAME(update)(
     t->low[k] = NAME(largest)(low);
 }
 
-/* hi and step of every group on their grids (`group_constants` in codecs/log.py), and what the second pass needs of them. */
+/* The weights. `type` and `bits` are constants wherever this is inlined: FP32 without corrections, or BF16. */
+OP void NAME(apply)(
+    const segment *s, const hyper *h, const planes *where, int64_t g, const NAME(tile) *t, int k, const int type, const int bits) {
+    const int64_t at = g * GROUP;
+    char *param = (char *)s->param + at * (type == FP32 ? 4 : 2), *correction = (char *)where->correction + (s->start + at) * (bits / 8 - 2);
+    const float decay = 1 - h->lr * h->weight_decay;
+    for (int i = 0; i < GROUP; i += 32) {
+        V w[32 / W];
+        NAME(read32)(param + i * (type == FP32 ? 4 : 2), correction + i * (bits / 8 - 2), type, bits, w);
+        #pragma GCC unroll 8
+        for (int j = 0; j < 32; j += W) w[j / W] = w[j / W] * decay - NAME(load)(t->move[k] + i + j);
+        NAME(write32)(param + i * (type == FP32 ? 4 : 2), correction + i * (bits / 8 - 2), type, bits, w);
+    }
+}
+
+/* hi and step of every group on their grids (`group_constants` in codecs/log.py), and what encoding needs of them. */
 OP void NAME(lattice)(NAME(tile) *t) {
     for (int k = 0; k < TILE; k++) {
         float hi = t->top[k] < -1000 ? 0 : NEAREST(t->top[k] * 0x1p16f) * 0x1p-16f;
@@ -84,7 +84,7 @@ OP void NAME(lattice)(NAME(tile) *t) {
     }
 }
 
-/* Second pass: log2 r to codes, and m to u = m / r̂. */
+/* log2 r to codes, and m to u = m / r̂. */
 OP void NAME(encode_v)(const segment *s, const planes *where, int64_t g, NAME(tile) *t, int k, const int dither) {
     const int64_t at = g * GROUP, element = s->start + at;
     const float hi = t->hi[k], step = t->step[k], inverse = t->inverse_step[k];
@@ -118,7 +118,7 @@ OP void NAME(encode_v)(const segment *s, const planes *where, int64_t g, NAME(ti
     t->u[k] = NAME(largest)(largest);
 }
 
-/* Third pass: u to codes. */
+/* u to codes. */
 OP void NAME(encode_m)(const segment *s, const planes *where, int64_t g, const NAME(tile) *t, int k, const int dither) {
     const int64_t at = g * GROUP, element = s->start + at;
     const float scale = t->scale[k];
@@ -137,7 +137,9 @@ OP void NAME(groups)(
     const int bits, const int dither) {
     NAME(tile) t;
     const int64_t group = s->start / GROUP + g;
-    for (int k = 0; k < count; k++) NAME(update)(s, h, where, how, g + k, &t, k, type, grad_type, bits);
+    for (int k = 0; k < count; k++) NAME(moments)(s, h, where, how, g + k, &t, k, grad_type);
+    for (int k = 0; k < count; k++) NAME(ratios)(h, &t, k);
+    for (int k = 0; k < count; k++) NAME(apply)(s, h, where, g + k, &t, k, type, bits);
     for (int k = count; k < TILE; k++) t.top[k] = t.low[k] = t.u[k] = 0;
     NAME(lattice)(&t);
     for (int k = 0; k < count; k++) NAME(encode_v)(s, where, g + k, &t, k, dither);

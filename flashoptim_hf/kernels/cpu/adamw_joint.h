@@ -4,9 +4,8 @@
 #define JOINT_TILE 16
 typedef struct {
     float m[JOINT_TILE][JOINT];     /* the new m */
-    float log_r[JOINT_TILE][JOINT]; /* log2 r, -2^100 for r = 0 */
+    float log_r[JOINT_TILE][JOINT]; /* the new v, then log2 r, -2^100 for r = 0 */
     float share[JOINT_TILE][JOINT]; /* what a unit of m moves a weight by, over lr */
-    float w[JOINT_TILE][JOINT];     /* the weight, decayed */
     float top[JOINT_TILE], low[JOINT_TILE]; /* largest log2 r, and largest -log2 r */
     float entry[JOINT_TILE], umax[JOINT_TILE]; /* before, then after */
     float n[JOINT_TILE], width[JOINT_TILE], base[JOINT_TILE], last[JOINT_TILE], anchor[JOINT_TILE];
@@ -40,18 +39,22 @@ OP V NAME(joint_allot)(V octaves, V before, V umax, float time) {
     return NAME(pick)(NAME(lt)(limit, umax * umax * time), fine, n);
 }
 
-/* Whether weights and gradients are of types that the next three functions know: FP32 without corrections, or BF16. */
+/* Whether weights and gradients are of types that the next functions know: FP32 without corrections, or BF16. */
 OP int NAME(joint_knows)(const segment *s, int bits) {
     return s->grad_type != FP16 && (s->param_type == BF16 ? bits == 0 || bits == 24 || bits == 32 : s->param_type == FP32 && bits == 0);
 }
 
-OP void NAME(joint_read)(const segment *s, const joint_planes *where, int bits, int64_t at, V *w, V *grads) {
-    const char *param = (const char *)s->param + at * (s->param_type == FP32 ? 4 : 2), *grad = (const char *)s->grad + at * (s->grad_type == FP32 ? 4 : 2);
+OP void NAME(joint_read)(const segment *s, const joint_planes *where, int bits, int64_t at, V *w) {
+    const char *param = (const char *)s->param + at * (s->param_type == FP32 ? 4 : 2);
     const char *correction = (const char *)where->correction + (s->start + at) * (bits / 8 - 2);
     if (s->param_type == FP32) NAME(read32)(param, correction, FP32, 0, w);
     else if (bits == 24) NAME(read32)(param, correction, BF16, 24, w);
     else if (bits == 32) NAME(read32)(param, correction, BF16, 32, w);
     else NAME(read32)(param, correction, BF16, 0, w);
+}
+
+OP void NAME(joint_read_grad)(const segment *s, int64_t at, V *grads) {
+    const char *grad = (const char *)s->grad + at * (s->grad_type == FP32 ? 4 : 2);
     if (s->grad_type == BF16) NAME(read_grad32)(grad, BF16, BF16, grads);
     else if (s->param_type == FP32) NAME(read_grad32)(grad, FP32, FP32, grads);
     else NAME(read_grad32)(grad, FP32, BF16, grads);
@@ -66,14 +69,13 @@ OP void NAME(joint_write)(const segment *s, const joint_planes *where, int bits,
 }
 
 /* First pass over one group: decode, and update the moments. */
-OP void NAME(joint_update)(
+OP void NAME(joint_moments)(
     const segment *s, const hyper *h, const joint_planes *where, const options *how, int64_t g, NAME(joint_tile) *t, int k) {
     const int64_t at = g * JOINT, element = s->start + at;
     const float rest1 = h->beta1_rest * how->inv_scale, rest2 = h->beta2_rest * how->inv_scale * how->inv_scale;
-    const float decay = 1 - h->lr * h->weight_decay;
     const float n = t->n[k], span = 2 * n + 1, inverse = 1 / span, unit = t->umax[k] / n, step = t->width[k], first = t->base[k];
-    V w[JOINT / W], grads[JOINT / W], top = NAME(set)(-0x1p100f), low = top;
-    NAME(joint_read)(s, where, how->master_bits, at, w, grads);
+    V grads[JOINT / W];
+    NAME(joint_read_grad)(s, at, grads);
     #pragma GCC unroll 8
     for (int j = 0; j < JOINT; j += W) {
         const V grad = grads[j / W];
@@ -81,18 +83,25 @@ OP void NAME(joint_update)(
         /* half a word off a whole number, so that no rounding of the product matters */
         const V code = NAME(floor)(word * inverse + 0.5f * inverse);
         const V r = NAME(keep)(NAME(lt)(NAME(set)(0), code), NAME(exp2)((code + first) * step));
-        const V m = (word - code * span - n) * unit * r * h->beta1 + grad * rest1;
+        NAME(save)(t->m[k] + j, (word - code * span - n) * unit * r * h->beta1 + grad * rest1);
         /* at most the largest number: an infinite v would make inf - inf below */
-        const V v = NAME(min)(r * h->beta2 * r + grad * rest2 * grad, NAME(set)(0x1.fffffep127f));
+        NAME(save)(t->log_r[k] + j, NAME(min)(r * h->beta2 * r + grad * rest2 * grad, NAME(set)(0x1.fffffep127f)));
+    }
+}
+
+/* v to log2 r, and what a unit of m moves a weight by. */
+OP void NAME(joint_ratios)(const hyper *h, NAME(joint_tile) *t, int k) {
+    V top = NAME(set)(-0x1p100f), low = top;
+    #pragma GCC unroll 8
+    for (int j = 0; j < JOINT; j += W) {
+        const V v = NAME(load)(t->log_r[k] + j);
         const M some = NAME(lt)(NAME(set)(0), v);
         const V denominator = NAME(sqrt)(NAME(max)(v, NAME(set)(0))) + h->eps, log = NAME(log2)(v) * 0.5f;
         const V kept = NAME(pick)(some, log, NAME(set)(-0x1p100f));
         top = NAME(max)(top, kept);
         low = NAME(max)(low, NAME(pick)(some, -log, NAME(set)(-0x1p100f)));
-        NAME(save)(t->m[k] + j, m);
         NAME(save)(t->log_r[k] + j, kept);
         NAME(save)(t->share[k] + j, NAME(keep)(NAME(ne0)(denominator), h->rate / denominator));
-        NAME(save)(t->w[k] + j, w[j / W] * decay);
     }
     t->top[k] = NAME(largest)(top);
     t->low[k] = NAME(largest)(low);
@@ -120,7 +129,7 @@ OP void NAME(joint_constants)(NAME(joint_tile) *t, const float time, const int b
     }
 }
 
-/* Second pass over one group: to codes, and back to the weight. */
+/* Last pass over one group: to codes, and on to the weight. */
 OP void NAME(joint_encode)(
     const segment *s, const hyper *h, const joint_planes *where, const options *how, float coast, int64_t g, NAME(joint_tile) *t, int k,
     const int dither) {
@@ -149,7 +158,8 @@ OP void NAME(joint_encode)(
     float umax = NAME(largest)(largest);
     umax = float_of((bits_of(umax < 0x1p-100f ? 0x1p-100f : umax > 0x1.FEp127f ? 0x1.FEp127f : umax) + 0x8000) & 0xFFFF0000);
     t->umax[k] = umax;
-    const float scale = n / umax, unit = umax / n;
+    const float scale = n / umax, unit = umax / n, decay = 1 - h->lr * h->weight_decay;
+    NAME(joint_read)(s, where, how->master_bits, at, w);
     #pragma GCC unroll 8
     for (int j = 0; j < JOINT; j += W) {
         const M some = NAME(lt)(NAME(set)(-0x1p99f), NAME(load)(t->log_r[k] + j));
@@ -159,7 +169,7 @@ OP void NAME(joint_encode)(
         NAME(to_8)(where->low + element + j, word);
         NAME(to_8)(where->high + element + j, word >> 8);
         const V lost = NAME(keep)(some, m - ucode * unit * r[j / W]), limit = (V)((I)move & 0x7FFFFFFF) * 1.25f + 0.02f;
-        w[j / W] = NAME(load)(t->w[k] + j) - h->lr * NAME(max)(NAME(min)(move + coast * lost * share, limit), -limit);
+        w[j / W] = w[j / W] * decay - h->lr * NAME(max)(NAME(min)(move + coast * lost * share, limit), -limit);
     }
     NAME(joint_write)(s, where, how->master_bits, at, w);
 }
@@ -176,7 +186,8 @@ static __attribute__((noinline)) void NAME(joint_groups)(
         t.top[k] = t.low[k] = 0;
     }
     NAME(joint_constants)(&t, 0, 1);
-    for (int k = 0; k < count; k++) NAME(joint_update)(s, h, where, how, g + k, &t, k);
+    for (int k = 0; k < count; k++) NAME(joint_moments)(s, h, where, how, g + k, &t, k);
+    for (int k = 0; k < count; k++) NAME(joint_ratios)(h, &t, k);
     NAME(joint_constants)(&t, (float)s->step, 0);
     if (how->dither) for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, how, coast, g + k, &t, k, 1);
     else for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, how, coast, g + k, &t, k, 0);

@@ -13,10 +13,12 @@ static void run_page(
     int64_t tasks = 0;
     for (int64_t s = 0; s < count; s++) tasks += tasks_of(&segments[s]);
     if (threads > tasks) threads = (int)(tasks ? tasks : 1);
+    /* a sixteenth of a thread's part at a time: cores are not equally fast, and have other things to do */
+    const int64_t share = tasks / (16 * threads) + 1;
     #pragma omp parallel num_threads(threads)
     {
         int64_t s = 0, before = 0; /* tasks before segment s; each thread walks on from where it was */
-        #pragma omp for schedule(static)
+        #pragma omp for schedule(monotonic : dynamic, share)
         for (int64_t task = 0; task < tasks; task++) {
             while (task >= before + tasks_of(&segments[s])) before += tasks_of(&segments[s++]);
             int64_t first = (task - before) * TASK, groups = groups_of(&segments[s]);
