@@ -87,10 +87,16 @@ def test_running_text_too(span: str, said: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("language", "marker"), [("rust", ""), ("text", ""), ("bash", "<!-- check: maybe -->"), ("python", "<!-- check: slow -->")]
+    ("language", "text", "marker"),
+    [
+        ("rust", "x", ""),
+        ("text", "loss 1.0\nmake demo", ""),
+        ("bash", "x", "<!-- check: maybe -->"),
+        ("python", "x", "<!-- check: slow -->"),
+    ],
 )
-def test_a_block_of_which_nobody_says_what_it_is_fails(language: str, marker: str) -> None:
-    assert len(test_docs.unclassified(page(language, "x", marker))) == 1
+def test_a_block_of_which_nobody_says_what_it_is_fails(language: str, text: str, marker: str) -> None:
+    assert len(test_docs.unclassified(page(language, text, marker))) == 1
 
 
 def test_indented_blocks_hold_commands_or_formulas(tmp_path: Path) -> None:

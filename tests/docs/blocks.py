@@ -9,7 +9,7 @@ A fenced block is classified by its language, and by a comment on the line befor
     yaml    parse (default: read by a recipe's parser; recipe=NAME, default qlora_sft, or recipe=accelerate, axolotl),
             run (also written to the file named by file=NAME, for the blocks that follow)
     json    parse (every line, or the whole)
-    text    output (what a program prints), formula (indented blocks with mathematical signs are formulas by themselves)
+    text    output (default, unless it looks like commands: what a program prints), formula (indented blocks with mathematical signs are formulas by themselves)
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ CLASSES = {
     "jsonl": ("parse",),
     "text": ("output", "formula"),
 }
-"""Language -> the classes that it may have; the first one is meant where no comment says otherwise, but none of `text`'s."""
+"""Language -> the classes that it may have; the first one is meant where no comment says otherwise."""
+
+COMMAND = re.compile(r"^\s*(\$ )?(accelerate|flashoptim-hf|make|pip|python3?|torchrun|import|from) ", re.MULTILINE)
+"""What a block of text looks like that would better be checked."""
 
 MARKER = re.compile(r"<!--\s*check:\s*(\w+)((?:\s+\w+=\S+)*)\s*-->")
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -102,7 +105,7 @@ def _block(file: str, line: int, token: Any, said: re.Match[str] | None) -> Bloc
     classes = CLASSES.get(language, ())
     options = dict(pair.split("=", 1) for pair in said[2].split()) if said else {}
     kind = said[1] if said else next(iter(classes), "")
-    known = kind in classes and (said is not None or language != "text")
+    known = kind in classes and (said is not None or language != "text" or not COMMAND.search(token.content))
     return Block(file, line, language, kind if known else "", token.content, options)
 
 
