@@ -9,7 +9,8 @@ A fenced block is classified by its language, and by a comment on the line befor
     yaml    parse (default: read by a recipe's parser; recipe=NAME, default qlora_sft, or recipe=accelerate, axolotl),
             run (also written to the file named by file=NAME, for the blocks that follow)
     json    parse (every line, or the whole)
-    text    output (default, unless it looks like commands: what a program prints), formula (indented blocks with mathematical signs are formulas by themselves)
+    text    output (default, unless it looks like commands: what a program prints),
+            formula (indented blocks with mathematical signs are formulas by themselves)
 """
 
 from __future__ import annotations
