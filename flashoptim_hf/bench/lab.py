@@ -121,5 +121,5 @@ def verdict(report: Report, groups: Mapping[str, Sequence[Problem]]) -> list[str
             word = "within" if furthest.value <= ALLOWED else "BEYOND"
             where = f"the furthest is {furthest.value:.3g} lr beyond twice ({furthest.case})"
             line = f"{subject}: {word} twice the exact step + {ALLOWED} lr; {where}"
-        lines.append(line + (f"; not finite: {', '.join(lost)}" if lost else ""))
+        lines.append(line + (f"; not finite in {len(lost)} cases, the first {lost[0]}" if lost else ""))
     return lines

@@ -147,7 +147,7 @@ def test_the_verdict_names_the_subject_and_the_case(report):
         bad.add("lab/wide/seed=0", "x", "step_beyond", value, "lr")
     (line,) = lab.verdict(bad, groups)
     assert line.startswith("x: BEYOND twice the exact step + 0.1 lr; the furthest is 0.2 lr")
-    assert line.endswith("not finite: lab/wide")
+    assert line.endswith("not finite in 1 cases, the first lab/wide")
 
 
 def test_fp32_states_keep_up_with_the_long_run_and_a_wrong_one_is_seen(report):
