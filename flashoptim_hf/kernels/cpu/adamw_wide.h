@@ -1,4 +1,4 @@
-/* AdamW with `log` states, the AVX-512 form: three passes over a tile of 16 groups. Included by adamw.c, which says what `planes` are.
+/* AdamW with `log` states, the AVX-512 form: four passes over a tile of 16 groups. Included by adamw.c, which says what `planes` are.
  *
  * Registers would hold one group only, and a group's own chain of reductions and divisions is too long to wait for: in passes over a tile the
  * processor works on several groups at once, and what 16 groups need once is done for all of them in one vector. All of it stays in the L1
@@ -55,76 +55,91 @@ OP wide_table wide_decoder(float hi, float step, float root) {
 /* Starts to bring the group `g` from memory: the processor's own prefetching ends with each page of 4 KiB, and a tile uses up whole pages. What
  * lies past the end does no harm. To the L1 cache, or with fp32 weights, of which it could not hold that much, to the L2 cache. */
 #define PREFETCH(address) (type == FP32 ? __builtin_prefetch((const void *)(address), 0, 2) : __builtin_prefetch((const void *)(address), 0, 3))
-OP void wide_prefetch(const segment *s, const planes *where, int64_t g, const int type, const int grad_type, const int bits) {
-    const int64_t at = g * GROUP, element = s->start + at, width = type == FP32 ? 4 : 2, grad_width = grad_type == FP32 ? 4 : 2;
-    const int64_t correction = (int64_t)(intptr_t)where->correction + element * (bits / 8 - 2);
-    for (int i = 0; i < GROUP * width; i += 64) PREFETCH(s->param + at * width + i);
+OP void wide_prefetch_moments(const segment *s, const planes *where, int64_t g, const int type, const int grad_type) {
+    const int64_t at = g * GROUP, element = s->start + at, grad_width = grad_type == FP32 ? 4 : 2;
     for (int i = 0; i < GROUP * grad_width; i += 64) PREFETCH(s->grad + at * grad_width + i);
-    for (int i = 0; i < GROUP * (bits / 8 - 2); i += 64) PREFETCH(correction + i);
     PREFETCH((intptr_t)where->m + element);
     PREFETCH((intptr_t)where->v + element);
 }
 
-/* First pass over `count` groups: decode, update, store the weight. `type`, `grad_type` and `bits` are constants wherever this is inlined:
- * FP32 without corrections, or BF16.
- *
- * It goes by halves of groups. The chain of operations from a half's weights as stored to those that are stored is too long for the
- * processor to look past: so weights are read one half ahead of the update, and written one half behind it. */
-OP void wide_update(
-    const segment *s, const wide_step *h, const planes *where, int64_t g, int count, wide_tile *t, const int type, const int grad_type,
-    const int bits) {
-    const wide_constants *c = h->integers;
+OP void wide_prefetch_weights(const segment *s, const planes *where, int64_t g, const int type, const int bits) {
+    const int64_t at = g * GROUP, width = type == FP32 ? 4 : 2, correction = (int64_t)(intptr_t)where->correction + (s->start + at) * (bits / 8 - 2);
+    for (int i = 0; i < GROUP * width; i += 64) PREFETCH(s->param + at * width + i);
+    for (int i = 0; i < GROUP * (bits / 8 - 2); i += 64) PREFETCH(correction + i);
+}
+
+/* First pass over `count` groups: decode, and update the moments. The first operations on a group, those that make its table, are a long chain:
+ * so it is made one group ahead. */
+OP void wide_moments(
+    const segment *s, const wide_step *h, const planes *where, int64_t g, int count, wide_tile *t, const int type, const int grad_type) {
     const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
-    const int width = 32 * (type == FP32 ? 4 : 2), grad_width = 32 * (grad_type == FP32 ? 4 : 2), correction_width = 32 * (bits / 8 - 2);
-    char *param = (char *)s->param + at * width / 32, *correction = (char *)where->correction + element * correction_width / 32;
+    const int grad_width = 32 * (grad_type == FP32 ? 4 : 2);
     const char *grad = (const char *)s->grad + at * grad_width / 32;
     const uint8_t *v = where->v + element;
     const int8_t *m_codes = where->m + element;
-    two next = wide_load(c, param, correction, type, bits), done = next;
+    wide_table table = wide_decoder(where->hi[group], where->step[group], h->root);
     for (int k = 0; k < count; k++) {
-        wide_prefetch(s, where, g + k + TILE, type, grad_type, bits);
-        const wide_table table = wide_decoder(where->hi[group + k], where->step[group + k], h->root);
+        wide_prefetch_moments(s, where, g + k + TILE, type, grad_type);
+        const int64_t next = group + (k + 1 < count ? k + 1 : k);
+        const wide_table ahead = wide_decoder(where->hi[next], where->step[next], h->root);
         const __m512i codes = _mm512_loadu_si512(v + k * GROUP);
         const __mmask64 some = _mm512_test_epi8_mask(codes, codes);
         const __m512 unit = _mm512_set1_ps(float_of((uint32_t)where->umax[group + k] << 16) * h->unit);
-        __m512i top = _mm512_setzero_si512(), low = READ(minus_one32);
+        __m512i top = _mm512_setzero_si512(), low = _mm512_load_si512(h->integers->minus_one32);
         #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            const int half = 2 * k + i, ahead = half + 1 < 2 * count ? half + 1 : half;
-            const two grads = wide_load_grad(grad + half * grad_width, grad_type, type), w = next;
-            __m512 m[2], r[2], gs[2] = {grads.a, grads.b}, move[2];
+            const two grads = wide_load_grad(grad + (2 * k + i) * grad_width, grad_type, type);
+            const __m512 gs[2] = {grads.a, grads.b};
             #pragma GCC unroll 2
             for (int q = 0; q < 2; q++) {
-                const int j = half * 32 + q * 16;
+                const int j = k * GROUP + i * 32 + q * 16;
                 const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(v + j)));
                 const __m512 code_m = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(m_codes + j))));
                 const __m512 gradient = gs[q] * h->rest;
                 const __m512 upper = _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table.upper), lower = _mm512_permutexvar_ps(code, table.lower);
                 const __m512 decoded = _mm512_maskz_mul_ps((__mmask16)_kshiftri_mask64(some, i * 32 + q * 16), upper, lower);
-                m[q] = code_m * decoded * unit + gradient;
-                r[q] = _mm512_sqrt_ps(decoded * decoded + gradient * gradient);
+                const __m512 r = _mm512_sqrt_ps(decoded * decoded + gradient * gradient);
+                top = _mm512_max_epu32(top, _mm512_castps_si512(r));
+                low = _mm512_min_epu32(low, _mm512_castps_si512(r));
+                _mm512_store_ps(t->m[k] + i * 32 + q * 16, code_m * decoded * unit + gradient);
+                _mm512_store_ps(t->r[k] + i * 32 + q * 16, r);
             }
-            next = wide_load(c, param + ahead * width, correction + ahead * correction_width, type, bits);
-            #pragma GCC unroll 2
-            for (int q = 0; q < 2; q++) {
-                const __m512 denominator = r[q] + h->eps;
-                move[q] = m[q] / denominator;
-                if (h->zero_eps) move[q] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(denominator, _mm512_setzero_ps(), _CMP_NEQ_UQ), move[q]);
-                top = _mm512_max_epu32(top, _mm512_castps_si512(r[q]));
-                low = _mm512_min_epu32(low, _mm512_castps_si512(r[q]));
-                _mm512_store_ps(t->m[k] + i * 32 + q * 16, m[q]);
-                _mm512_store_ps(t->r[k] + i * 32 + q * 16, r[q]);
-            }
-            if (half > 0) wide_save(c, done, param + (half - 1) * width, correction + (half - 1) * correction_width, type, bits);
-            done = (two){w.a * h->decay - h->size * move[0], w.b * h->decay - h->size * move[1]};
         }
         _mm512_store_si512(t->top[k], top);
         _mm512_store_si512(t->low[k], low);
+        table = ahead;
+    }
+}
+
+/* Second pass: the weights, by halves of groups, which are read one half ahead and written one half behind. `type` and `bits` are constants
+ * wherever this is inlined: FP32 without corrections, or BF16. */
+OP void wide_apply(
+    const segment *s, const wide_step *h, const planes *where, int64_t g, int count, const wide_tile *t, const int type, const int bits) {
+    const wide_constants *c = h->integers;
+    const int64_t at = g * GROUP;
+    const int width = 32 * (type == FP32 ? 4 : 2), correction_width = 32 * (bits / 8 - 2);
+    char *param = (char *)s->param + at * width / 32, *correction = (char *)where->correction + (s->start + at) * correction_width / 32;
+    const float *m = t->m[0], *r = t->r[0];
+    two next = wide_load(c, param, correction, type, bits), done = next;
+    for (int half = 0; half < 2 * count; half++) {
+        if (half % 2 == 0) wide_prefetch_weights(s, where, g + half / 2 + TILE, type, bits);
+        const two w = next;
+        const int ahead = half + 1 < 2 * count ? half + 1 : half;
+        next = wide_load(c, param + ahead * width, correction + ahead * correction_width, type, bits);
+        __m512 move[2];
+        #pragma GCC unroll 2
+        for (int q = 0; q < 2; q++) {
+            const __m512 denominator = _mm512_load_ps(r + half * 32 + q * 16) + h->eps;
+            move[q] = _mm512_load_ps(m + half * 32 + q * 16) / denominator;
+            if (h->zero_eps) move[q] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(denominator, _mm512_setzero_ps(), _CMP_NEQ_UQ), move[q]);
+        }
+        if (half > 0) wide_save(c, done, param + (half - 1) * width, correction + (half - 1) * correction_width, type, bits);
+        done = (two){w.a * h->decay - h->size * move[0], w.b * h->decay - h->size * move[1]};
     }
     wide_save(c, done, param + (2 * count - 1) * width, correction + (2 * count - 1) * correction_width, type, bits);
 }
 
-/* hi and step of every group on their grids (`group_constants` in codecs/log.py), and what the second pass needs of them. Returns a bit for
+/* hi and step of every group on their grids (`group_constants` in codecs/log.py), and what encoding needs of them. Returns a bit for
  * each group that has zeros, or whose codes are clamped, so that what decodes may be far from r. */
 OP __mmask16 wide_lattice(wide_tile *t) {
     const __m512i top = wide_reduce(t->top, 0);
@@ -166,7 +181,7 @@ OP __mmask16 wide_lattice(wide_tile *t) {
 
 #define EACH _Pragma("GCC unroll 4") for (int q = 0; q < GROUP / 16; q++)
 
-/* What the second and the last pass keep in registers: stores could change what lies in memory, for all that the compiler knows. */
+/* What the third and the last pass keep in registers: stores could change what lies in memory, for all that the compiler knows. */
 typedef struct { __m512i mantissa, one, way, first, last, magnitude; } wide_encoder;
 OP wide_encoder wide_codes(const wide_constants *c) {
     return (wide_encoder){READ(mantissa32), READ(exponent0), READ(code_dither16), READ(first_code), READ(last_code), READ(magnitude32)};
@@ -188,7 +203,7 @@ OP void wide_largest(const wide_encoder *c, wide_tile *t, int k, const __m512 *u
     _mm512_store_si512(t->top[k], _mm512_max_epu32(_mm512_max_epu32(a[0], a[1]), _mm512_max_epu32(a[2], a[3])));
 }
 
-/* Second pass for group k: r to codes, and m to u = m / r̂. `y` is log2 r - hi of its elements, and afterwards of those of group `next`.
+/* Third pass, for group k: r to codes, and m to u = m / r̂. `y` is log2 r - hi of its elements, and afterwards of those of group `next`.
  *
  * log2 is the exponent, a table by the upper bits of the mantissa, and a polynomial. Codes are rounded up where the fraction is above what
  * `wide_lattice` says for the dither: so 256 less that is added before rounding down, by a sum with 2^23, which leaves whole numbers in the
@@ -233,7 +248,7 @@ OP void wide_encode_v(
 #undef NEXT
 }
 
-/* log2 r - hi of group 0, with which the second pass begins. */
+/* log2 r - hi of group 0, with which the third pass begins. */
 OP void wide_first_log(const wide_tile *t, __m512 *y) { EACH y[q] = (__m512)(NAME(log2)(NAME(load)(t->r[0] + q * 16)) - t->hi[0]); }
 
 /* The constants of u: bits of `umax`, and the scale to codes. */
@@ -275,7 +290,8 @@ OP void NAME(groups)(
     const int64_t group = s->start / GROUP + g;
     const __mmask16 there = (__mmask16)((1u << count) - 1);
     const wide_step h = wide_prepare(settings, how);
-    wide_update(s, &h, where, g, count, &t, type, grad_type, bits);
+    wide_moments(s, &h, where, g, count, &t, type, grad_type);
+    wide_apply(s, &h, where, g, count, &t, type, bits);
     if (count < TILE) { /* groups of no elements, and without zeros */
         memset(t.top[count], 0, sizeof t.top[0] * (size_t)(TILE - count));
         memset(t.low[count], 0xFF, sizeof t.low[0] * (size_t)(TILE - count));
