@@ -72,6 +72,7 @@ td.n,th.n{text-align:right;white-space:nowrap}
 .facts td:first-child{color:var(--soft);width:42%}
 .wide{overflow-x:auto}
 details{margin-top:12px}
+details .charts{margin-top:10px}
 summary{cursor:pointer;font-weight:600}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:6px 0;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 """

@@ -68,6 +68,14 @@ def test_without_added_tokens_nothing_changes() -> None:
     assert base.get_input_embeddings().weight.shape[0] == 300
 
 
+def test_where_every_weight_is_trained_rows_are_all_that_it_takes() -> None:
+    tokenizer, base = build_tokenizer(), llama(261, False)
+    tokenizer.add_tokens(NEW)
+    sft_checks.make_room(base, tokenizer, NEW)
+    assert base.get_input_embeddings().weight.shape[0] == base.get_output_embeddings().weight.shape[0] == base.config.vocab_size == 265
+    assert all(weight.requires_grad for weight in base.parameters())
+
+
 def test_from_the_first_step_to_the_merged_model(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"{NEW[i % 4]} {i}? ", "completion": f"{NEW[(i + 1) % 4]} yes"}) for i in range(16)))

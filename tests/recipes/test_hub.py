@@ -13,7 +13,7 @@ import sft_card
 import transformers.trainer
 from huggingface_hub import get_token
 from huggingface_hub.utils import filter_repo_objects
-from recipe_launch import run_here
+from recipe_launch import ROOT, run_here
 
 SECRET = "hf_" + "x" * 30
 
@@ -114,6 +114,12 @@ def test_adapter_tokenizer_and_card_are_uploaded_and_nothing_else(push: Any, tmp
 )
 def test_a_card_names_hub_ids_alone(dataset: str | None, found: str | None) -> None:
     assert sft_card.hub_id(dataset) == found
+
+
+@pytest.mark.parametrize("recipe", ["qlora_sft", "full_sft", "qlora_dpo"])
+def test_every_recipe_hides_the_token_before_a_trainer_is_made(recipe: str) -> None:
+    source = (ROOT / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
+    assert 0 < source.index("sft_options.hide_token(args)") < source.index("trainer = ")
 
 
 def test_optimizer_state_goes_up_only_when_asked_for(push: Any) -> None:
