@@ -88,12 +88,17 @@ def _rows(report: Report, cases: Sequence[str], metric: str) -> list[Row]:
     if metric == "cosine":
         return [replace(row, value=1 - row.value) for row in shown]
     if metric == "step_beyond":
-        return [replace(row, value=round(row.value, 4)) for row in shown]
+        return [replace(row, value=round(row.value, 4) + 0.0) for row in shown]  # not -0
     if metric == "worst_step":
         exact = [found[row.case, row.subject, "worst_step_exact"] for row in chosen]
-        shown = [replace(row, value=round(row.value, 2), note=f"({round(value, 2):.3g})") for row, value in zip(shown, exact, strict=True)]
+        shown = [replace(row, value=_short(row.value), note=f"({_short(value):.2g})") for row, value in zip(shown, exact, strict=True)]
         return [row for row in shown if row.subject != "none"]  # fp32 moves as the exact one does, and the table is wide
     return shown
+
+
+def _short(value: float) -> float:
+    """Two places, and of thousands two digits, so that nine columns fit a page."""
+    return round(value, 2) if not abs(value) >= 1000 else float(f"{value:.2g}")
 
 
 def panels(report: Report, groups: Mapping[str, Sequence[Problem]]) -> list[Grid]:
