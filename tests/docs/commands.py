@@ -84,7 +84,8 @@ def check(words: list[str]) -> None:
             known[program](rest)
     except SystemExit as error:
         if error.code not in (0, None):
-            raise Wrong(f"{shlex.join(words)}: {said.getvalue().strip() or error}") from error
+            kind = Unfinished if "arguments are required" in said.getvalue() else Wrong
+            raise kind(f"{shlex.join(words)}: {said.getvalue().strip() or error}") from error
     except Wrong as error:
         raise type(error)(f"{shlex.join(words)}: {error}") from None
     except (ValueError, LookupError) as error:
