@@ -14,7 +14,12 @@ from .trainer.register import unregister as unregister
 
 __version__ = "0.1.0"
 
-_LAZY = {"FlashOptimCallback": "callbacks", "last_complete_checkpoint": "complete", "GradientCapture": "capture"}
+_LAZY = {
+    "FlashOptimCallback": "callbacks",
+    "HealthCallback": "health",
+    "last_complete_checkpoint": "complete",
+    "GradientCapture": "capture",
+}
 """Public name -> the module of `trainer/` that has it."""
 
 

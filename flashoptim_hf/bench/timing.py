@@ -22,6 +22,8 @@ class Turn:
         inner: how often `step` runs in one round; the sample is the mean. Default 1.
         around: entered before the clock starts and left after it stops.
         warm_up: whether it runs once untimed first, since the first step makes state. Default True.
+        prepare: called before each step, untimed. Default: nothing.
+        clock: gives seconds. Default: `time.perf_counter`.
         most_seconds: the subject drops out of later rounds once its samples have taken this long together. Default: never.
         samples: round to seconds per call, filled by `round_robin`.
     """
@@ -31,12 +33,30 @@ class Turn:
     inner: int = 1
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     warm_up: bool = True
+    prepare: Callable[[], object] | None = None
+    clock: Callable[[], float] | None = None
     most_seconds: float = math.inf
     samples: dict[int, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> list[float]:
         return list(self.samples.values())
+
+    def measure(self) -> float:
+        """Seconds per call, of `inner` calls."""
+        clock = self.clock or time.perf_counter
+        if self.prepare is None:
+            start = clock()
+            for _ in range(self.inner):
+                self.step()
+            return (clock() - start) / self.inner
+        spent = 0.0
+        for _ in range(self.inner):
+            self.prepare()
+            start = clock()
+            self.step()
+            spent += clock() - start
+        return spent / self.inner
 
 
 def round_robin(turns: Sequence[Turn]) -> None:
@@ -47,6 +67,8 @@ def round_robin(turns: Sequence[Turn]) -> None:
     for turn in turns:
         if turn.warm_up:
             with turn.around():
+                if turn.prepare is not None:
+                    turn.prepare()
                 turn.step()
     rounds = max(turn.repeats for turn in turns)
     for number in range(rounds):
@@ -54,10 +76,7 @@ def round_robin(turns: Sequence[Turn]) -> None:
             if not _takes_part(turn, number, rounds):
                 continue
             with turn.around():
-                start = time.perf_counter()
-                for _ in range(turn.inner):
-                    turn.step()
-                turn.samples[number] = (time.perf_counter() - start) / turn.inner
+                turn.samples[number] = turn.measure()
 
 
 def _takes_part(turn: Turn, number: int, rounds: int) -> bool:

@@ -164,7 +164,6 @@ def _write(  # type: ignore[no-untyped-def]
     tl.store(param_ptr + device.offsets(ROWS, GROUP), param)
 
 
-@torch.no_grad()
 def update_page(
     planes: Sequence[Tensor],
     segments: Sequence[Segment] | Segments,
@@ -187,26 +186,27 @@ def update_page(
     """
     _triton.require()
     segments = Segments.of(segments)
+    if segments.uniform:
+        return _launch(planes, segments, fmt, inv_scale, skip)
     numel, grad_type = segments.rows[:, 3], segments.rows[:, 7]
     for code in np.unique(grad_type[numel > 0]):
-        _launch(planes, segments, np.flatnonzero((numel > 0) & (grad_type == code)), fmt, inv_scale, skip)
+        _launch(planes, segments.some(np.flatnonzero((numel > 0) & (grad_type == code))), fmt, inv_scale, skip)
+    return None
 
 
-def _launch(
-    planes: Sequence[Tensor], segments: Segments, chosen: np.ndarray, fmt: Format, inv_scale: Tensor | None, skip: Tensor | None
-) -> None:
-    """The one launch site. `chosen` are the numbers of the segments to update, whose gradients have one dtype."""
-    one = segments.params[chosen[0]], segments.grads[chosen[0]]
-    if len(np.unique(segments.rows[chosen, 6])) > 1:
-        found = sorted({str(segments.params[i].dtype) for i in chosen})
+def _launch(planes: Sequence[Tensor], segments: Segments, fmt: Format, inv_scale: Tensor | None, skip: Tensor | None) -> None:
+    """The one launch site. Gradients have one dtype, and no segment is empty."""
+    param, grad, types = segments.params[0], segments.grads[0], segments.rows[:, 6]
+    if not segments.uniform and (types != types[0]).any():
+        found = sorted({str(param.dtype) for param in segments.params})
         raise ConfigurationError(f"a page holds parameters of {', '.join(found)}; keep each dtype in pages of its own.")
-    codes = tuple(planes[: len(fmt.codec.planes)])
-    tables = _Tables(segments, chosen)
+    codes = tuple(planes[:-1] if fmt.master_bits else planes)
+    tables = _Tables(segments)
     if inv_scale is not None:
         inv_scale = inv_scale.float()
     if skip is not None and skip.dtype == torch.bool:
         skip = skip.view(torch.uint8)
-    with _on(one[0].device):
+    with on_device(param.device):
         page_kernel[(tables.programs,)](
             codes,
             planes[len(codes)] if fmt.master_bits else None,
@@ -217,7 +217,7 @@ def _launch(
             tables.scratch,
             inv_scale,
             skip,
-            **specialize(fmt, one[0].dtype, one[1].dtype),
+            **specialize(fmt, param.dtype, grad.dtype),
         )
 
 
@@ -256,36 +256,45 @@ class _Tables:
         programs: size of the grid.
     """
 
-    def __init__(self, segments: Segments, chosen: np.ndarray) -> None:
-        where = segments.params[chosen[0]].device
-        rows, hyper = segments.rows[chosen], segments.hyper[chosen].astype(np.float32, copy=False)
-        aligned = ((rows[:, 0] | rows[:, 1]) % 16 == 0).tolist()
-        blocks, self.block, slots = _blocks(tuple(zip(rows[:, 3].tolist(), aligned, strict=True)))
-        rows[:, 7] = np.where(aligned, TILE, NEVER)
-        self.programs = len(blocks)
-        bytes_of_one = segments.params[chosen[0]].element_size() + segments.grads[chosen[0]].element_size()
-        self.scratch = torch.empty(slots * TILE * bytes_of_one, dtype=torch.uint8, device=where)
-        ends = np.cumsum([_round_up(array.nbytes) for array in (rows, hyper, blocks)]).tolist()
-        sent = torch.empty(ends[2], dtype=torch.uint8, device=where)
-        host = sent if where.type == "cpu" else _host_bytes(ends[2])
-
-        assert not (rows[:, 2] % ALIGN).any()
-        if segments.lr is None:
-            rows[:, 6] = sent.data_ptr() + ends[0] + np.arange(len(chosen)) * hyper.itemsize * hyper.shape[1]
+    def __init__(self, segments: Segments) -> None:
+        param, grad = segments.params[0], segments.grads[0]
+        where = param.device
+        rows, hyper = segments.rows.copy(), segments.hyper.astype(np.float32, copy=False)
+        narrow = ((rows[:, 0] | rows[:, 1]) & 15) != 0
+        if narrow.any():
+            blocks, self.block, slots = _blocks(rows[:, 3].tobytes(), narrow.tobytes())
+            rows[:, 7] = np.where(narrow, NEVER, TILE)
         else:
-            chosen_lr = [segments.lr[i] for i in chosen]
-            # kept until the launch, behind which the allocator reuses memory in order
-            self._lr = {id(lr): lr.detach().to(where, torch.float32) for lr in chosen_lr}
-            rows[:, 6] = [self._lr[id(lr)].data_ptr() for lr in chosen_lr]
+            blocks, self.block, slots = _blocks(rows[:, 3].tobytes())
+            rows[:, 7] = TILE
+        self.programs = len(blocks)
+        slot_bytes = TILE * (param.element_size() + grad.element_size())
+        self.scratch = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=where)
+        arrays = (rows, hyper, blocks)
+        sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+        sent, host = room(sum(sizes), where)
 
-        parts = host.numpy()
-        for array, start, end in zip((rows, hyper, blocks), (0, *ends), ends, strict=False):
-            parts[start:end][: array.nbytes] = array.reshape(-1).view(np.uint8)
+        if segments.lr is None:
+            rows[:, 6] = np.arange(len(rows)) * (hyper.itemsize * hyper.shape[1]) + (sent.data_ptr() + sizes[0])
+        else:
+            # kept until the launch, behind which the allocator reuses memory in order
+            self._lr = {id(lr): lr.detach().to(where, torch.float32) for lr in segments.lr}
+            rows[:, 6] = [self._lr[id(lr)].data_ptr() for lr in segments.lr]
+
+        parts, start = host.numpy(), 0
+        for array, size in zip(arrays, sizes, strict=True):
+            parts[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            start += size
         if host is not sent:
             sent.copy_(host, non_blocking=True)
-        self.rows = sent[: ends[0]].view(torch.int64)
-        self.hyper = sent[ends[0] : ends[1]].view(torch.float32)
-        self.blocks = sent[ends[1] :].view(torch.int32)
+        of_rows, of_hyper, of_blocks = torch.split_with_sizes(sent, sizes)
+        self.rows, self.hyper, self.blocks = of_rows.view(torch.int64), of_hyper.view(torch.float32), of_blocks.view(torch.int32)
+
+
+def room(nbytes: int, where: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for tables on a device, and on the host to copy them from, uint8; both are one on the CPU."""
+    sent = torch.empty(nbytes, dtype=torch.uint8, device=where)
+    return sent, sent if where.type == "cpu" else _host_bytes(nbytes)
 
 
 def _host_bytes(count: int) -> Tensor:
@@ -296,38 +305,35 @@ def _host_bytes(count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
-
-
 @lru_cache(maxsize=1024)
-def _blocks(segments: tuple[tuple[int, bool], ...]) -> tuple[np.ndarray, int, int]:
+def _blocks(numels: bytes, whether_narrow: bytes | None = None) -> tuple[np.ndarray, int, int]:
     """How segments are dealt out to programs.
 
     Args:
-        segments: (elements, whether aligned) of each.
+        numels: of each segment, int64. (Bytes, since they are what the result is kept by.)
+        whether_narrow: of each segment, bool: it does not lie on 16-byte boundaries. None: all do.
 
     Returns:
         (int32 [programs, 3]: every block of every segment, as (segment, block within it, slot of scratch memory); elements in a block;
         slots). A block has a slot of its own where it holds a tile that may not be moved in wide words.
     """
-    sizes = np.asarray([numel for numel, _ in segments], dtype=np.int64)
-    aligned = np.asarray([is_aligned for _, is_aligned in segments], dtype=bool)
+    sizes = np.frombuffer(numels, dtype=np.int64)
+    narrow_one = np.zeros(len(sizes), dtype=bool) if whether_narrow is None else np.frombuffer(whether_narrow, dtype=bool)
     block = TILE
     while block < TILE * TILES and (-(-sizes // block)).sum() > ENOUGH:
         block *= 2
-    while (-(-sizes[~aligned] // block)).sum() > 4 * ENOUGH:  # bounds the scratch memory
+    while (-(-sizes[narrow_one] // block)).sum() > 4 * ENOUGH:  # bounds the scratch memory
         block *= 2
     counts = -(-sizes // block)
-    segment = np.repeat(np.arange(len(segments)), counts)
+    segment = np.repeat(np.arange(len(sizes)), counts)
     within = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
     ragged = (within + 1 == counts[segment]) & (sizes[segment] % TILE != 0)
-    narrow = ragged | ~aligned[segment]
+    narrow = ragged | narrow_one[segment]
     slot = np.where(narrow, np.cumsum(narrow) - 1, 0)
     return np.stack([segment, within, slot], 1).astype(np.int32), block, int(narrow.sum())
 
 
-def _on(where: torch.device) -> AbstractContextManager[Any]:
+def on_device(where: torch.device) -> AbstractContextManager[Any]:
     """Make a device current: Triton launches on the current one, whatever the tensors say."""
     return nullcontext() if where.type == "cpu" else torch.get_device_module(where).device(where)
 

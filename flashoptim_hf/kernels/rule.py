@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs.base import State
+from ..codecs.base import ALIGN, State
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,9 @@ class Segment:
     hyper: tuple[Any, ...]
 
 
+LIMIT = 2.0**62
+"""Gradients of this magnitude and above count as infinite: their square, and with it the second moment, would leave what fp32 holds."""
+
 DTYPE_CODE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """How dtypes are written in `Segments.rows`."""
 
@@ -85,6 +88,7 @@ class Segments:
         hyper: fp32 (segments, len(rule.hyper)); column 0, the learning rate, is not valid where `lr` is set.
         cuts: for each segment, where it begins and ends in its flattened tensors; None where it is all of them.
         lr: for each segment, the learning rate as a 0-dim tensor on the page's device; None where all are numbers in `hyper`.
+        uniform: it is known that there are segments, none is empty, and parameters have one dtype, and gradients have one. False: unknown.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Segments:
         hyper: np.ndarray,
         lr: Sequence[Tensor] | None,
         cuts: Sequence[tuple[int, int]] | None = None,
+        uniform: bool = False,
     ) -> None:
         self.params = params
         self.grads = grads
@@ -102,12 +107,14 @@ class Segments:
         self.hyper = hyper
         self.lr = lr
         self.cuts = cuts
+        self.uniform = uniform
 
     @classmethod
     def of(cls, segments: Sequence[Segment] | Segments) -> Segments:
         """Columns of a list of segments; columns as they are."""
         if isinstance(segments, Segments):
             return segments
+        assert all(s.start % ALIGN == 0 for s in segments)
         rows = np.array(
             [
                 (
@@ -122,6 +129,18 @@ class Segments:
         lr = [torch.as_tensor(s.hyper[0], device=s.param.device).float().reshape(()) for s in segments] if device_lr else None
         hyper = [(0.0 if device_lr else s.hyper[0], *s.hyper[1:]) for s in segments]
         return cls([s.param for s in segments], [s.grad for s in segments], rows, np.array(hyper, dtype=np.float32), lr)
+
+    def some(self, chosen: np.ndarray) -> Segments:
+        """The segments of these numbers, in this order."""
+        picked = chosen.tolist()
+        return Segments(
+            [self.params[i] for i in picked],
+            [self.grads[i] for i in picked],
+            self.rows[chosen],
+            self.hyper[chosen],
+            None if self.lr is None else [self.lr[i] for i in picked],
+            None if self.cuts is None else [self.cuts[i] for i in picked],
+        )
 
     def __len__(self) -> int:
         return len(self.params)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,12 @@ class Kernel(Protocol):
         inv_scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None: ...
+
+
+class Look(Protocol):
+    """The signature of `look.too_large`."""
+
+    def __call__(self, addresses: np.ndarray, numels: np.ndarray, codes: int | np.ndarray, where: torch.device) -> Tensor: ...
 
 
 def kernel_for(device: torch.device, name: str = "auto") -> Kernel:
@@ -59,6 +66,21 @@ def kernel_for(device: torch.device, name: str = "auto") -> Kernel:
             raise UnsupportedError(f"kernel='cpu' needs parameters on the CPU; these are on {device}. Use kernel='auto'.")
         return cpu.update_page
     return _automatic(device.type)
+
+
+def look_for(device: torch.device, name: str = "auto") -> Look | None:
+    """What looks at the gradients on `device` where a kernel can; None: plain torch has to.
+
+    Args:
+        name: of the kernel that updates there.
+    """
+    # on a CPU, Triton's kernels run only in its interpreter, when they were asked for by name
+    runs = device.type in ("cuda", "xpu") or (device.type == "cpu" and name == "fused" and _triton.INTERPRET)
+    if not runs or name not in ("auto", "fused") or not _triton.HAS_TRITON:
+        return None
+    from . import look
+
+    return look.too_large
 
 
 @cache

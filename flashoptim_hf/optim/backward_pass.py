@@ -8,6 +8,7 @@ are there. So the gradients that are alive at one time are about those of a page
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from ..kernels import select
 from ..paging.engine import Engine
 from ..paging.store import Page
 from . import sharded
-from .finite import Guard, mesh_groups
+from .finite import Guard, known_at_once, mesh_groups
+from .gradients import Spans
+from .health import Health
 from .layout import Layout
 from .work import NUMEL, PageWork, StepPlan
 
@@ -30,11 +33,6 @@ NOT_FINITE = (
 
 Flag = Tensor | bool | None
 """Whether gradients are not all finite: known, known to the device alone (1 or 0), not looked at."""
-
-
-def known_at_once(device: torch.device) -> bool:
-    """Whether the host may read from the device without holding it up."""
-    return device.type == "cpu"
 
 
 class Schedule:
@@ -86,9 +84,9 @@ class BackwardPass:
         skipped: whether a page is known to have been left out.
     """
 
-    def __init__(self, schedule: Schedule, layout: Layout, guard: Guard, kernel: str) -> None:
+    def __init__(self, schedule: Schedule, layout: Layout, guard: Guard, health: Health, kernel: str) -> None:
         self.schedule, self.plan = schedule, schedule.plan
-        self._layout, self._guard, self._kernel = layout, guard, kernel
+        self._layout, self._guard, self._health, self._kernel = layout, guard, health, kernel
         count = len(self.plan.params)
         self.plan.flat.expect()
         self.arrived = np.zeros(count, dtype=bool)
@@ -236,8 +234,11 @@ class BackwardPass:
         kernel, skip = select.kernel_for(device, self._kernel), flag if isinstance(flag, Tensor) else None
         strided = [number for number in numbers if number in flat.strided]
 
+        update: Callable[[], None] = partial(kernel, views, segments, work.pool.fmt, skip=skip)
+        update = self._health.around(update, work, views, segments, engine.backend, skip=skip)
+
         def launch() -> None:
-            kernel(views, segments, work.pool.fmt, skip=skip)
+            update()
             for number in strided:
                 flat.write_back_one(number)
 
@@ -291,7 +292,7 @@ class BackwardPass:
             return None
         new = [number for number in numbers if self._flags[number] is None]
         found = {id(flag): flag for flag in (self._flags[number] for number in numbers) if flag is not None}
-        found |= {id(flag): flag for flag in self._guard.look([self.plan.flat.grads[number] for number in new]).values()}
+        found |= {id(flag): flag for flag in self._guard.look(Spans([self.plan.flat.grads[number] for number in new])).values()}
         flags = list(found.values())
         flag: Flag
         if known_at_once(device) or self._guard.policy == "raise":

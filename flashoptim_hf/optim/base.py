@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -15,15 +16,18 @@ from ..codecs import weight_split
 from ..errors import ConfigurationError, UnsupportedError
 from ..kernels import select
 from ..kernels.rule import UpdateRule
+from ..paging.engine import Engine
 from ..paging.plan import parse_bytes
 from ..paging.store import Page
 from . import checkpoint, gradient_release, modes, options, sharded
 from .auto_master import AutoMaster
 from .backward_pass import NOT_FINITE
 from .finite import SKIPPED, Guard
-from .layout import CORRECTION, STEP, Layout, PoolKey, codec_views, local, pool_key
+from .gradients import Gradients, Roster
+from .health import Finding, Health
+from .layout import CORRECTION, Layout, codec_views, local
 from .report import MemoryReport, build_report, planned_bytes
-from .work import Gradients, StepPlan
+from .work import StepPlan
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -82,11 +86,14 @@ class FlashOptimizer(Optimizer):
         """Make what is not part of the optimizer's state: pools, engines, counters."""
         self._layout = Layout(self.rule, defaults)
         released = defaults["gradient_release"]
-        self._guard = Guard(defaults["nonfinite"], NOT_FINITE if released else SKIPPED)
+        self._guard = Guard(defaults["nonfinite"], NOT_FINITE if released else SKIPPED, kernel=defaults["kernel"])
         self._release = gradient_release.GradientRelease(self) if released else None
         self._auto = AutoMaster()
+        self._health = Health()
+        self.notes: dict[str, float] = {}  # numbers for the next log; whoever writes it takes them
         self._checked = False
         self._plan: StepPlan | None = None
+        self._roster: Roster | None = None
         self._warned_orphans = False
 
     # ------------------------------------------------------------------ the contract of torch.optim
@@ -147,10 +154,13 @@ class FlashOptimizer(Optimizer):
             self._release.step()
             return loss
         self._guard.settle()
-        gradients = Gradients(self.param_groups)
-        verdict = self._guard.check(gradients.grads, self.param_groups, getattr(self, "found_inf", None))
+        gradients = Gradients(self.param_groups, self._roster, None if self._plan is None else self._plan.known)
+        self._roster = gradients.roster
+        plan = self._plan_serving(gradients)
+        verdict = self._guard.check(gradients, getattr(self, "found_inf", None))
         if gradients.params and not verdict.skip:
-            self._update(self._plan_for(gradients), gradients, verdict.flags)
+            self._plan = plan or self._make_plan(gradients)
+            self._update(self._plan, gradients, verdict.flags)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -270,16 +280,19 @@ class FlashOptimizer(Optimizer):
             HostMemoryError: names what is needed and what is available on this host.
             OffloadError: the same of the disk, with `offload_dir`.
         """
-        wanted: dict[PoolKey, list[Tensor]] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and param not in self._layout.records and local(param).device.type != "meta":
-                    wanted.setdefault(pool_key(param, group, self.rule), []).append(param)
-        self._layout.check_host(wanted, together=True)
+        self._layout.check_host(self._layout.wanted(self.param_groups), together=True)
 
     def memory_report(self) -> MemoryReport:
         """Bytes of each plane, where they are, and what the last step moved. See `MemoryReport`."""
         return build_report(self._layout, self._guard.skipped)
+
+    def examine(self, groups: int = 8) -> None:
+        """Look closely at so many groups of 64 elements of every parameter in the next step that happens; see `findings`."""
+        self._health.ask(groups)
+
+    def findings(self, wait: bool = True) -> list[Finding] | None:
+        """What `examine` found, once; None where there is nothing new. `wait=False`: only when another step has begun since."""
+        return self._health.found(wait)
 
     def planned_bytes(self) -> tuple[int, int]:
         """(host, device) bytes of state once every parameter that requires a gradient has been stepped; nothing is allocated."""
@@ -288,10 +301,14 @@ class FlashOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ one step
 
+    def _plan_serving(self, gradients: Gradients) -> StepPlan | None:
+        """The plan of the last step if it serves this one too."""
+        plan = self._plan
+        return plan if plan is not None and plan.serves(gradients, self.param_groups, self.state) else None
+
     def _plan_for(self, gradients: Gradients) -> StepPlan:
         """The plan of the last step if it serves this one too, else a new one."""
-        if self._plan is None or not self._plan.serves(gradients, self.param_groups, self.state):
-            self._plan = self._make_plan(gradients)
+        self._plan = self._plan_serving(gradients) or self._make_plan(gradients)
         return self._plan
 
     def _make_plan(self, gradients: Gradients) -> StepPlan:
@@ -315,14 +332,7 @@ class FlashOptimizer(Optimizer):
 
     def _sweep_orphans(self) -> None:
         """Free the state of parameters that are no longer in any group, or whose entry in `state` was removed."""
-        records = self._layout.records
-        if not records:
-            return
-        present = {param for group in self.param_groups for param in group["params"]}
-        orphans = [param for param in records if param not in present]
-        # an entry that was taken out or emptied by hand is a wish to start anew
-        emptied = [param for param, record in records.items() if param in present and self.state.get(param) is not record.views]
-        emptied += [param for param, record in records.items() if param in present and STEP not in record.views]
+        orphans, emptied = self._layout.abandoned(self.param_groups, self.state)
         for param in dict.fromkeys([*orphans, *emptied]):
             self._layout.drop(param)
             self.state.pop(param, None)
@@ -338,8 +348,9 @@ class FlashOptimizer(Optimizer):
         """Run the kernel over every page of the plan, device by device."""
         plan.begin(gradients, self.param_groups, self.rule)
         self._auto.before(plan, self.param_groups, self._layout)
+        self._health.begin(plan, self._layout)
         for device, entries in plan.pages.items():
-            kernel = select.kernel_for(device, self.defaults["kernel"])
+            kernel, engine = select.kernel_for(device, self.defaults["kernel"]), self._layout.engine(device)
             works = {id(work.page): work for work in entries}
             options = {"inv_scale": self._inv_scale(device), "skip": flags.get(device)}
 
@@ -347,15 +358,18 @@ class FlashOptimizer(Optimizer):
                 page: Page,
                 planes: tuple[Tensor, ...],
                 kernel: select.Kernel = kernel,
+                engine: Engine = engine,
                 works: dict[int, Any] = works,
                 options: dict[str, Any] = options,
             ) -> Callable[[], None]:
                 work = works[id(page)]
                 segments = plan.segments(work)
-                return lambda: kernel(planes, segments, work.pool.fmt, **options)
+                launch = partial(kernel, planes, segments, work.pool.fmt, **options)
+                return self._health.around(launch, work, planes, segments, engine.backend, **options)
 
-            self._layout.engine(device).run([work.page for work in entries], prepare)
+            engine.run([work.page for work in entries], prepare)
         plan.finish()
+        self._health.end(self._layout)
         self._guard.defer(flags, plan, self._layout)
         self._conclude(plan)
 

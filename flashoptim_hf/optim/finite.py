@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import cpu
+from ..kernels import cpu, select
+from ..kernels.rule import LIMIT
+from .gradients import Gradients, Spans
 from .layout import Layout, local
 from .work import StepPlan
-
-LIMIT = 2.0**62
-"""Gradients of this magnitude and above count as infinite: their square, and with it the second moment, would leave what fp32 holds."""
 
 
 @dataclass
@@ -39,42 +38,48 @@ SKIPPED = (
 )
 
 
+def known_at_once(device: torch.device) -> bool:
+    """Whether the host may read from the device without holding it up."""
+    return device.type == "cpu"
+
+
 class Guard:
     """Applies one of the policies "skip", "raise" and "off", and counts the steps that were skipped.
 
     Args:
         policy: one of the three.
         notice: what is said when the first step is skipped.
+        kernel: the optimizer's, which decides how gradients on a device are looked at.
     """
 
-    def __init__(self, policy: str, notice: str = SKIPPED) -> None:
+    def __init__(self, policy: str, notice: str = SKIPPED, kernel: str = "auto") -> None:
         self.policy = policy
         self.notice = notice
+        self.kernel = kernel
         self.skipped = 0
         self._pending: Callable[[], bool] | None = None
 
-    def check(self, grads: Sequence[Tensor], param_groups: Sequence[dict[str, Any]], found_inf: Tensor | None) -> Verdict:
+    def check(self, gradients: Gradients, found_inf: Tensor | None) -> Verdict:
         """Look at all gradients of a step.
 
         Args:
-            grads: local gradients, any floating dtype, on any devices.
-            param_groups: all parameters; where they are DTensors, the ranks of their mesh decide together.
+            gradients: of all parameters; where these are DTensors, the ranks of their mesh decide together.
             found_inf: what `GradScaler` found, or None.
 
         Raises:
             FloatingPointError: policy "raise" and a gradient that is not finite.
         """
-        flags = self.look(grads) if self.policy != "off" else {}
+        flags = self.look(gradients) if self.policy != "off" else {}
         if found_inf is not None:
             home = found_inf.device
             flags[home] = flags.get(home, torch.zeros((), device=home)) + found_inf.reshape(()).float()
-        if self.policy != "off":
-            flags = _agree(flags, param_groups)
+        if self.policy != "off" and gradients.roster.sharded:
+            flags = _agree(flags, gradients.roster.listed)
         if not flags:
             return Verdict()
         if len(flags) > 1:
             flags = {device: torch.stack([flag.to(device, non_blocking=True) for flag in flags.values()]).amax() for device in flags}
-        if self.policy == "raise" or all(device.type == "cpu" for device in flags):
+        if self.policy == "raise" or all(known_at_once(device) for device in flags):
             if not any(bool(flag) for flag in flags.values()):
                 return Verdict()
             if self.policy == "raise":
@@ -118,16 +123,16 @@ class Guard:
             self.count_one()
         return skipped
 
-    def look(self, grads: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    def look(self, spans: Spans) -> dict[torch.device, Tensor]:
         """For each device where there are gradients: 1 if one of them is not finite, else 0, fp32, 0-dim, there."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            if grad.numel():
-                by_device.setdefault(grad.device, []).append(grad)
         flags = {}
-        for device, tensors in by_device.items():
-            # written so that NaN counts as too large
-            flags[device] = (~(_probe(tensors, device) < LIMIT)).float()
+        for device, mine in spans.by_device():
+            look = select.look_for(device, self.kernel)
+            if look is None:
+                # written so that NaN counts as too large
+                flags[device] = (~(_probe(mine.grads, device) < LIMIT)).float()
+            else:
+                flags[device] = look(mine.addresses, mine.numels, mine.codes, device)
         return flags
 
     def count_one(self) -> None:
@@ -154,10 +159,9 @@ def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
     return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
 
 
-def _agree(flags: dict[torch.device, Tensor], param_groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
+def _agree(flags: dict[torch.device, Tensor], params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """Where parameters are sharded, every rank of their meshes gets the largest flag, so that all skip or none does."""
-    params = (param for group in param_groups for param in group["params"])
-    meshes = {param.device_mesh: param for param in params if local(param) is not param}
+    meshes = {param.device_mesh: param for param in params if local(param) is not param}  # type: ignore[attr-defined]
     for mesh, param in meshes.items():
         device = local(param).device
         flag = flags.get(device, torch.zeros((), device=device))

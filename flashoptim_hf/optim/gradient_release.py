@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsupportedError
 from . import sharded
 from .backward_pass import BackwardPass, Schedule
+from .gradients import Gradients
 from .layout import local
-from .work import Gradients
 
 if TYPE_CHECKING:
     from .base import FlashOptimizer
@@ -103,6 +103,10 @@ class _Trainable(Gradients):
         }
         self.params, self.grads = list(reversed(found)), []
         self.groups = [found[param] for param in self.params]
+        self.known = None
+
+    def learn(self) -> None:
+        """There are no gradients to learn from."""
 
 
 class GradientRelease:
@@ -257,9 +261,10 @@ class GradientRelease:
             self._schedule = Schedule(plan)
             self._numbers = {param: number for number, param in enumerate(plan.params)}
         plan.number(optimizer.param_groups, optimizer.rule)
-        current = BackwardPass(self._schedule, optimizer._layout, optimizer._guard, optimizer.defaults["kernel"])
+        current = BackwardPass(self._schedule, optimizer._layout, optimizer._guard, optimizer._health, optimizer.defaults["kernel"])
         current.reserve()
         optimizer._auto.before(plan, optimizer.param_groups, optimizer._layout)
+        optimizer._health.begin(plan, optimizer._layout)
         self._pass = current
         return current
 
@@ -277,6 +282,7 @@ class GradientRelease:
         finally:
             current.end()
         self._pass = None
+        optimizer._health.end(optimizer._layout)
         skipped = current.conclude()
         if skipped:
             optimizer._guard.count_one()

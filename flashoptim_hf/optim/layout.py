@@ -76,12 +76,12 @@ class Record:
         self.counter[self.place] = step
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: a DTensor's shard, any other tensor itself."""
-    if type(tensor) in _PLAIN:  # the usual case, without looking for an attribute that is not there
+    if type(tensor) in PLAIN:  # the usual case, without looking for an attribute that is not there
         return tensor
     shard = getattr(tensor, "_local_tensor", None)
     return tensor if shard is None else shard
@@ -194,6 +194,31 @@ class Layout:
         for param in reversed(members):
             parts.setdefault(groups[param], []).append(param)
         return list(parts.values())
+
+    def wanted(self, param_groups: Iterable[dict[str, Any]]) -> dict[PoolKey, list[Tensor]]:
+        """The parameters that require a gradient and have no record yet, by the pool that they will be in."""
+        found: dict[PoolKey, list[Tensor]] = {}
+        for group in param_groups:
+            for param in group["params"]:
+                if param.requires_grad and param not in self.records and local(param).device.type != "meta":
+                    found.setdefault(pool_key(param, group, self.rule), []).append(param)
+        return found
+
+    def abandoned(self, param_groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters with a record that are in no group any more, and those whose entry in `state` was taken out or emptied by hand.
+
+        The latter is a wish to start anew.
+        """
+        if not self.records:
+            return [], []
+        present = {param for group in param_groups for param in group["params"]}
+        orphans = [param for param in self.records if param not in present]
+        emptied = [
+            param
+            for param, record in self.records.items()
+            if param in present and (state.get(param) is not record.views or STEP not in record.views)
+        ]
+        return orphans, emptied
 
     def check_host(self, wanted: dict[PoolKey, list[Tensor]], *, together: bool = False) -> None:
         """Raise where there is no host memory, or no room on the disk, for state that is going to be made.

@@ -15,36 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..codecs.base import ALIGN
 from ..kernels.rule import DTYPE_CODE, Segments
 from ..paging.store import Page
-from .layout import STEP as STEP_KEY
+from .gradients import Gradients, Likeness, Spans, addresses_of
 from .layout import Layout, Pool, Record, local
 
 PARAM, GRAD, START, NUMEL, INDEX, STEP, PARAM_TYPE, GRAD_TYPE = range(8)
 """Columns of `Segments.rows`."""
-
-
-class Gradients:
-    """The parameters that have a gradient now, their local gradients, and the number of each one's group."""
-
-    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        self.groups: list[int] = []
-        for number, group in enumerate(param_groups):
-            for param in group["params"]:
-                grad = param.grad
-                if grad is not None:
-                    self.params.append(param)
-                    self.grads.append(local(grad))
-                    self.groups.append(number)
-        for grad in self.grads:
-            if grad.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"a gradient of shape {tuple(grad.shape)} has layout {grad.layout}; sparse gradients are not supported. "
-                    "Use nn.Embedding(..., sparse=False)."
-                )
+ITEMSIZE = np.array([dtype.itemsize for dtype in sorted(DTYPE_CODE, key=DTYPE_CODE.__getitem__)], dtype=np.int64)
+"""Bytes of an element, by `DTYPE_CODE`."""
 
 
 class PageWork:
@@ -52,33 +32,48 @@ class PageWork:
 
     Attributes:
         pool, page: which.
-        owners: for each segment, its parameter's number in the plan.
+        owners: for each segment, its parameter's number in the plan; a slice where they follow each other.
         cuts: for each segment, where it begins and ends in its parameter; None where every segment is a whole parameter.
         rows: the kernels' table with all that does not change.
+        list: `owners`, as a list.
     """
 
     def __init__(self, pool: Pool, page: Page, numbers: dict[Tensor, int]) -> None:
         self.pool, self.page = pool, page
         pieces = [piece for piece in page.pieces if piece.numel and piece.block.owner in numbers]
-        self.owners = np.array([numbers[piece.block.owner] for piece in pieces], dtype=np.int64)
+        self.list = [numbers[piece.block.owner] for piece in pieces]
+        self.owners = _run(np.array(self.list, dtype=np.int64))
         self.rows = np.zeros((len(pieces), 8), dtype=np.int64)
+        self.rows[:, PARAM_TYPE] = DTYPE_CODE[pool.key.dtype]
         for row, piece in zip(self.rows, pieces, strict=True):
             row[START], row[NUMEL], row[INDEX] = piece.start, piece.numel, piece.index
+        assert not (self.rows[:, START] % ALIGN).any()
         whole = all(piece.numel == piece.block.numel for piece in pieces)
         self.cuts = None if whole else [(piece.index, piece.index + piece.numel) for piece in pieces]
-        self.list = self.owners.tolist()
 
     def segments(self, flat: _Flat, steps: np.ndarray, hyper: np.ndarray, lr: list[Tensor] | None) -> Segments:
         """The table of this step. `steps` and `hyper` have a row for each parameter of the plan."""
         rows, owners = self.rows.copy(), self.owners
-        rows[:, PARAM] = flat.addresses[owners] + rows[:, INDEX] * flat.itemsizes[owners]
-        rows[:, GRAD] = flat.grad_addresses[owners] + rows[:, INDEX] * flat.grad_itemsizes[owners]
-        rows[:, STEP] = steps[owners]
-        rows[:, PARAM_TYPE] = flat.types[owners]
-        rows[:, GRAD_TYPE] = flat.grad_types[owners]
-        params = [flat.params[i] for i in self.list]
-        grads = [flat.grads[i] for i in self.list]
-        return Segments(params, grads, rows, hyper[owners], None if lr is None else [lr[i] for i in self.list], self.cuts)
+        types = flat.grad_types if isinstance(flat.grad_types, int) else flat.grad_types[owners]
+        rows[:, PARAM], rows[:, GRAD], rows[:, STEP] = flat.addresses[owners], flat.grad_addresses[owners], steps[owners]
+        if self.cuts is not None:
+            rows[:, PARAM] += rows[:, INDEX] * flat.itemsizes[owners]
+            rows[:, GRAD] += rows[:, INDEX] * ITEMSIZE[types]
+        rows[:, GRAD_TYPE] = types
+        rates = None if lr is None else self._pick(lr)
+        # the parameters of a page have one dtype, and pieces are never empty
+        uniform = bool(self.list) and isinstance(types, int)
+        return Segments(self._pick(flat.params), self._pick(flat.grads), rows, hyper[owners], rates, self.cuts, uniform)
+
+    def _pick(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors[self.owners] if isinstance(self.owners, slice) else [tensors[i] for i in self.list]
+
+
+def _run(numbers: np.ndarray) -> slice | np.ndarray:
+    """Numbers that follow each other as a slice, which costs nothing to take; others as they are."""
+    if len(numbers) and (np.diff(numbers) == 1).all():
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
 
 
 class _Flat:
@@ -91,41 +86,33 @@ class _Flat:
         self.sources = [param.detach() for param in params]
         self.strided = [i for i, param in enumerate(self.sources) if not param.is_contiguous()]
         self.params = [param.contiguous() for param in self.sources]
-        self.source_addresses = _addresses(self.sources)
-        self.addresses = _addresses(self.params)
+        self._found, self._like = list(map(Tensor.data_ptr, params)), Likeness(params)
+        self.addresses = addresses_of(self.params)
         self.itemsizes = np.array([param.itemsize for param in params], dtype=np.int64)
-        self.types = np.array([DTYPE_CODE[param.dtype] for param in params], dtype=np.int64)
-        self.shapes = [param.shape for param in params]
         self.grads: list[Tensor] = []
+        self.grad_types: int | np.ndarray = 0
 
     def holds(self, params: Sequence[Tensor]) -> bool:
         """Whether the parameters still lie where they did; one that was converted, moved or resized does not."""
-        return (
-            bool(np.array_equal(_addresses(params), self.source_addresses))
-            and all(param.shape == shape for param, shape in zip(params, self.shapes, strict=True))
-            and [i for i, param in enumerate(params) if not param.is_contiguous()] == self.strided
-        )
+        return list(map(Tensor.data_ptr, params)) == self._found and self._like.holds(params)
 
-    def take(self, grads: Sequence[Tensor]) -> None:
-        """Read the weights of strided parameters and the addresses of this step's gradients."""
+    def take(self, spans: Spans, positions: list[int] | None) -> None:
+        """Read the weights of strided parameters and the addresses of this step's gradients: those in `positions`, or all."""
         for i in self.strided:
             self.params[i] = self.sources[i].contiguous()
             self.addresses[i] = self.params[i].data_ptr()
-        codes = [DTYPE_CODE.get(grad.dtype, -1) for grad in grads]
-        if -1 in codes:
-            grads = [grad if code >= 0 else grad.float() for grad, code in zip(grads, codes, strict=True)]
-            codes = [DTYPE_CODE[grad.dtype] for grad in grads]
-        self.grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
-        self.grad_addresses = _addresses(self.grads)
-        self.grad_types = np.array(codes, dtype=np.int64)
-        self.grad_itemsizes = np.where(self.grad_types == DTYPE_CODE[torch.float32], 4, 2)
+        codes = spans.codes
+        if positions is None:
+            self.grads, self.grad_addresses, self.grad_types = spans.grads, spans.addresses, codes
+        else:
+            self.grads = [spans.grads[i] for i in positions]
+            self.grad_addresses, self.grad_types = spans.addresses[positions], codes if isinstance(codes, int) else codes[positions]
 
     def expect(self) -> None:
         """Make room for gradients that come one by one."""
         count = len(self.params)
         self.grads = [torch.empty(0, device="cpu")] * count
         self.grad_addresses, self.grad_types = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.grad_itemsizes = np.ones(count, dtype=np.int64)
 
     def take_one(self, i: int, grad: Tensor) -> None:
         """`take` for one parameter."""
@@ -134,7 +121,8 @@ class _Flat:
             self.addresses[i] = self.params[i].data_ptr()
         grad = grad.detach() if grad.dtype in DTYPE_CODE else grad.detach().float()
         grad = self.grads[i] = grad if grad.is_contiguous() else grad.contiguous()
-        self.grad_addresses[i], self.grad_types[i], self.grad_itemsizes[i] = grad.data_ptr(), DTYPE_CODE[grad.dtype], grad.itemsize
+        assert not isinstance(self.grad_types, int), "`expect` comes first"
+        self.grad_addresses[i], self.grad_types[i] = grad.data_ptr(), DTYPE_CODE[grad.dtype]
 
     def let_go(self, i: int) -> None:
         """Forget one parameter's gradient."""
@@ -151,8 +139,26 @@ class _Flat:
         self.sources[i].copy_(self.params[i])
 
 
-def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.fromiter((tensor.data_ptr() for tensor in tensors), dtype=np.int64, count=len(tensors))
+def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether these are the same tensors in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class _Entries:
+    """What stands in the optimizer's `state`, and whether it is still that: an entry that was taken out or emptied by hand is a wish."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self._keys, self._values = list(state), list(state.values())
+        self._sizes = list(map(len, self._values))
+
+    def stand(self, state: dict[Any, Any]) -> bool:
+        """Whether nobody has changed an entry. By identity: tensors are not compared."""
+        return (
+            len(state) == len(self._keys)
+            and all(map(is_, state, self._keys))
+            and all(map(is_, state.values(), self._values))
+            and list(map(len, self._values)) == self._sizes
+        )
 
 
 class StepPlan:
@@ -161,6 +167,7 @@ class StepPlan:
     Attributes:
         params, records: each parameter once, and its record. Its place here is its number.
         pages: what there is to do, device by device.
+        known: what the gradients are of which the plan was made.
         flat: parameters and gradients as the kernels' tables need them.
         steps, hyper, lr: of the step that was begun, a row for each parameter.
 
@@ -172,24 +179,25 @@ class StepPlan:
     """
 
     def __init__(self, gradients: Gradients, param_groups: Sequence[dict[str, Any]], layout: Layout, state: dict[Any, Any]) -> None:
-        self._listed, self._groups = list(gradients.params), list(gradients.groups)
+        self._listed, self._groups = gradients.params, gradients.groups
         self._rule = layout.rule
         self._options = self._storage_options(param_groups)
-        self._state = state
+        self._state, self._entries = state, _Entries(state)
         numbers: dict[Tensor, int] = {}
-        self._positions = [i for i, param in enumerate(self._listed) if numbers.setdefault(param, len(numbers)) == len(numbers) - 1]
-        self.params = [self._listed[i] for i in self._positions]
+        first = [i for i, param in enumerate(self._listed) if numbers.setdefault(param, len(numbers)) == len(numbers) - 1]
+        self._positions = None if len(first) == len(self._listed) else first
+        self.params = [self._listed[i] for i in first]
         self.records: list[Record] = [layout.records[param] for param in self.params]
-        self._shown = list(zip(self.params, self.records, strict=True))
         self._sharded = any(local(param) is not param for param in self.params)
         self.flat = _Flat([local(param) for param in self.params])
-        group_of = np.array([self._groups[i] for i in self._positions], dtype=np.int64)
-        self._members = [(number, np.flatnonzero(group_of == number)) for number in sorted(set(group_of.tolist()))]
-        self._counters: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.known = gradients.learn()
+        group_of = np.array([self._groups[i] for i in first], dtype=np.int64)
+        self._members = [(number, _run(np.flatnonzero(group_of == number))) for number in sorted(set(group_of.tolist()))]
+        self._counters: list[tuple[np.ndarray, slice | np.ndarray, slice | np.ndarray]] = []
         for counter in {id(record.counter): record.counter for record in self.records}.values():
             mine = [i for i, record in enumerate(self.records) if record.counter is counter]
             places = np.array([self.records[i].place for i in mine], dtype=np.int64)
-            self._counters.append((counter, places, np.array(mine, dtype=np.int64)))
+            self._counters.append((counter, _run(places), _run(np.array(mine, dtype=np.int64))))
         self.pages: dict[torch.device, list[PageWork]] = {}
         for pool in layout.pools.values():
             for page in pool.store.pages:
@@ -199,19 +207,19 @@ class StepPlan:
     def serves(self, gradients: Gradients, param_groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> bool:
         """Whether this plan is that of the parameters that have gradients now."""
         return (
-            len(gradients.params) == len(self._listed)
-            and all(map(is_, gradients.params, self._listed))
-            and gradients.groups == self._groups
+            (gradients.params is self._listed or same(gradients.params, self._listed))
+            and (gradients.groups is self._groups or gradients.groups == self._groups)
+            # where gradients have become something else, there is something to learn
+            and (gradients.known is not None or self.known is None)
             and state is self._state
-            and all(state.get(param) is record.views and STEP_KEY in record.views for param, record in self._shown)
+            and self._entries.stand(state)
             and self._storage_options(param_groups) == self._options
             and self.flat.holds([local(param) for param in self.params] if self._sharded else self.params)
         )
 
     def begin(self, gradients: Gradients, param_groups: Sequence[dict[str, Any]], rule: Any) -> None:
         """Read this step's gradients, step counts and scalars."""
-        grads = gradients.grads
-        self.flat.take(grads if len(self._positions) == len(grads) else [grads[i] for i in self._positions])
+        self.flat.take(gradients, self._positions)
         self.number(param_groups, rule)
 
     def number(self, param_groups: Sequence[dict[str, Any]], rule: Any) -> None:
@@ -220,23 +228,27 @@ class StepPlan:
         for counter, places, mine in self._counters:
             steps[mine] = counter[places] + 1
         hyper = np.zeros((len(self.params), len(rule.hyper)), dtype=np.float32)
-        lr: list[Any] = [None] * len(self.params)
+        lr: list[Any] | None = None
         for number, members in self._members:
             group = param_groups[number]
             rate = group["lr"]
-            for step in set(steps[members].tolist()):
-                rows = members[steps[members] == step]
-                # a learning rate on the device stays there: reading it would wait for the device
-                on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
-                hyper[rows] = (0.0 if on_device else float(rate), *rule.scalars(group, step))
-                for i in rows if isinstance(rate, Tensor) and on_device else ():
+            # a learning rate on the device stays there: reading it would wait for the device
+            on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
+            mine = steps[members]
+            for step in (int(mine[0]),) if (mine == mine[0]).all() else set(mine.tolist()):
+                row = (0.0 if on_device else float(rate), *rule.scalars(group, step))
+                if len(mine) == 1 or (mine == step).all():
+                    hyper[members] = row
+                else:
+                    hyper[np.arange(len(steps))[members][mine == step]] = row
+            if on_device:
+                lr = [None] * len(self.params) if lr is None else lr
+                for i in np.arange(len(steps))[members].tolist():
                     lr[i] = rate.detach().float().reshape(())
         self.steps, self.hyper = steps, hyper
-        self.lr = self._device_rates(lr)
+        self.lr = None if lr is None else self._device_rates(lr)
 
-    def _device_rates(self, lr: list[Any]) -> list[Tensor] | None:
-        if all(rate is None for rate in lr):
-            return None
+    def _device_rates(self, lr: list[Any]) -> list[Tensor]:
         return [
             torch.tensor(float(self.hyper[i, 0]), device=local(self.params[i]).device) if rate is None else rate
             for i, rate in enumerate(lr)

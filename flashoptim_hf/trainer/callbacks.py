@@ -41,21 +41,21 @@ def flash_optimizer(optimizer: Any) -> Any | None:
     return optimizer
 
 
-def telemetry(optimizer: Any) -> dict[str, int]:
+def telemetry(optimizer: Any) -> dict[str, float]:
     """The numbers to log, or nothing for an optimizer of another package.
 
     Returns:
         `optim_state_bytes` (all planes), `optim_host_bytes` and `optim_device_bytes` (memory allocated for them), `optim_staging_bytes`
         (device memory for pages in flight), `optim_resident_bytes` (paged state that stays on the device), `optim_page_in_bytes` and
         `optim_page_out_bytes` (moved by the last step), and `optim_skipped_steps`. Device numbers are left out where there is no device.
-        All are of this process alone.
+        What others have noted on the optimizer (`HealthCallback`) comes with them. All are of this process alone.
     """
     optimizer = flash_optimizer(optimizer)
     if optimizer is None:
         return {}
     report = optimizer.memory_report().to_dict()
     hidden = _DEVICE if report["device_bytes"] is None else ()
-    return {PREFIX + key: int(report[key]) for key in _REPORTED if key not in hidden}
+    return {PREFIX + key: int(report[key]) for key in _REPORTED if key not in hidden} | optimizer.notes
 
 
 class FlashOptimCallback(TrainerCallback):
@@ -123,7 +123,8 @@ class FlashOptimCallback(TrainerCallback):
         numbers = telemetry(kwargs.get("optimizer"))
         if not numbers:
             return
-        released = flash_optimizer(kwargs.get("optimizer")).defaults["gradient_release"]  # type: ignore[union-attr]
+        flash = flash_optimizer(kwargs.get("optimizer"))
+        released, flash.notes = flash.defaults["gradient_release"], {}  # type: ignore[union-attr]
         entry = state.log_history[-1] if state.log_history else {}
         # a Trainer that logs in its own way may not have appended this log: then the last entry is another one
         if entry.get("step") == state.global_step and all(entry.get(key) is value for key, value in logs.items()):

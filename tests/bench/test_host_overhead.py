@@ -10,7 +10,7 @@ import torch
 
 from flashoptim_hf.bench import adamw_peers, host_overhead
 from flashoptim_hf.bench.host_overhead import LINEARS, flashoptim, lora_parameters, measure, ours
-from flashoptim_hf.kernels import fused, select
+from flashoptim_hf.kernels import fused, look, select
 from flashoptim_hf.optim import finite, layout
 
 triton = pytest.importorskip("triton")
@@ -31,6 +31,8 @@ def test_launches_are_pages(tmp_path):
     for case, subject, metric in rows:
         if metric == "pages":
             assert rows[case, subject, "launches_per_step"] == rows[case, subject, metric]
+            looks = 0 if "nonfinite=off" in case or "cpu_check" in case else 1
+            assert rows[case, subject, "looks_per_step"] == looks
     assert rows["lora56", "ours", "pages"] == 1
     assert rows["lora56/page_bytes=1MiB", "ours", "pages"] > 1
     assert rows["lora56", "ours", "ms_per_step"] > 0
@@ -51,7 +53,7 @@ def test_the_fused_kernel_builds_its_tables(monkeypatch):
 
 def test_patches_do_not_outlive_the_step():
     def patched():
-        return (select.kernel_for, fused.page_kernel, torch._foreach_norm, finite._probe, layout.backend_for)
+        return (select.kernel_for, select.look_for, fused.page_kernel, look.look_kernel, finite.known_at_once, layout.backend_for)
 
     before = patched()
     with ours(1, stage=True, paged=True).around():
@@ -59,18 +61,44 @@ def test_patches_do_not_outlive_the_step():
     assert patched() == before
 
 
-def test_a_nan_is_not_looked_for_on_the_cpu_unless_asked():
-    """What stands for a GPU's check must not do the arithmetic of one."""
+def test_a_nan_is_found_where_a_cpu_looks_and_not_by_a_stub() -> None:
+    """What stands for a GPU's look must not do the arithmetic of one."""
     for cpu_check in (False, True):
-        subject = ours(1, cpu_check=cpu_check)
+        subject = ours(1, cpu_check=cpu_check, gradients="kept")
         with subject.around():
             subject.counted()
-            for group in subject.step.__self__.param_groups:
-                group["params"][3].grad[0, 0] = float("nan")
+            subject.params[3].grad[0, 0] = float("nan")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 subject.counted()
         assert subject.launches.count == (1 if cpu_check else 2)
+        assert subject.launches.looks.count == (0 if cpu_check else 2)
+
+
+@pytest.mark.parametrize("gradients", ["new", "fresh", "kept"])
+def test_gradients_are_what_their_name_says(gradients: str) -> None:
+    subject = ours(1, gradients=gradients)
+    seen = []
+    for _ in range(4):
+        subject.renew()
+        seen.append([param.grad.data_ptr() for param in subject.params])
+    assert (seen[0] == seen[1]) == (gradients == "kept")
+    assert seen[0] == seen[2]
+    assert torch.equal(subject.params[0].grad, subject._next[0])
+
+
+def test_new_gradients_do_not_cost_the_plan() -> None:
+    for gradients in ("new", "fresh", "kept"):
+        subject = ours(1, gradients=gradients)
+        with subject.around():
+            subject.renew()
+            subject.counted()
+            plan = subject.step.__self__._plan
+            for _ in range(3):
+                subject.renew()
+                subject.counted()
+        assert subject.step.__self__._plan is plan
+        assert plan.known is not None
 
 
 def test_flashoptim_reaches_its_launch_for_every_tensor():
@@ -104,6 +132,7 @@ def test_triton_is_run_up_to_the_driver():
     with again.around():
         again.counted()
     assert (subject.launches.count, again.launches.count) == (2, 1)
+    assert (subject.launches.looks.count, again.launches.looks.count) == (2, 1)
 
 
 def test_triton_is_run_up_to_the_driver_by_the_peer_too():

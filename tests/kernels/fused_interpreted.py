@@ -190,11 +190,17 @@ def test_log_equals_eager(dtype: torch.dtype, bits: int, grad: torch.dtype, dith
     assert_untouched(start, fast)
 
 
+def blocks_of(*segments: tuple[int, bool]) -> tuple[np.ndarray, int, int]:
+    """`fused._blocks` of (elements, whether aligned) of each segment."""
+    sizes, aligned = zip(*segments, strict=True)
+    return fused._blocks(np.array(sizes, dtype=np.int64).tobytes(), (~np.array(aligned, dtype=bool)).tobytes())
+
+
 def test_blocks_of_several_tiles_equal_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     start = page((3 * fused.TILE - 1, 4 * fused.TILE, 4 * fused.TILE + 1), warm=1)
     monkeypatch.setattr(fused, "ENOUGH", 6)
     fused._blocks.cache_clear()
-    assert fused._blocks(tuple((len(p), True) for p in start.params))[1] == 4 * fused.TILE
+    assert blocks_of(*((len(p), True) for p in start.params))[1] == 4 * fused.TILE
     fast, slow = both(start)
     assert_same_weights(fast, slow, start)
     assert_same_log_states(fast, slow)
@@ -364,7 +370,7 @@ def test_only_what_lies_on_16_bytes_takes_the_wide_path() -> None:
     start = page((512, 512, 512), dtype=FP32, bits=0, warm=0)
     start.segments[1].grad = torch.zeros(513)[1:]
     start.segments[2].param = torch.zeros(513)[1:]
-    tables = fused._Tables(Segments.of(start.segments), np.arange(3))
+    tables = fused._Tables(Segments.of(start.segments))
     assert tables.rows.view(3, fused.ROW)[:, 7].tolist() == [fused.TILE, fused.NEVER, fused.NEVER]
     assert tables.scratch.numel() == 2 * fused.TILE * (4 + 4)
 
@@ -462,11 +468,11 @@ def test_columns_are_the_same_as_a_list() -> None:
 def test_the_tables_name_every_block_once() -> None:
     """The third column is a slot of scratch memory, one for each block with a tile that is ragged or not aligned."""
     tile = fused.TILE
-    table, block, slots = fused._blocks(((1, True), (tile, True), (tile + 1, True), (2 * tile, False)))
+    table, block, slots = blocks_of((1, True), (tile, True), (tile + 1, True), (2 * tile, False))
     assert block == tile
     assert [tuple(row) for row in table] == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 1), (3, 0, 2), (3, 1, 3)]
     assert slots == 4
-    table, block, slots = fused._blocks(((1, True), (tile * fused.TILES * fused.ENOUGH + 1, True)))
+    table, block, slots = blocks_of((1, True), (tile * fused.TILES * fused.ENOUGH + 1, True))
     assert block == tile * fused.TILES
     assert len(table) == fused.ENOUGH + 2
     assert tuple(table[-1]) == (1, fused.ENOUGH, 1)
@@ -475,7 +481,7 @@ def test_the_tables_name_every_block_once() -> None:
 
 def test_scratch_memory_is_bounded() -> None:
     """However large a parameter is that does not lie on 16 bytes."""
-    table, block, slots = fused._blocks(((2**33, False), (2**33, True)))
+    table, block, slots = blocks_of((2**33, False), (2**33, True))
     assert slots <= 4 * fused.ENOUGH
     assert (np.bincount(table[:, 0]) * block == 2**33).all()
 
@@ -511,11 +517,11 @@ def test_the_launch_is_made_on_the_device_of_the_parameters(monkeypatch: pytest.
             current.clear()
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
-    with fused._on(torch.device("cuda", 1)):
+    with fused.on_device(torch.device("cuda", 1)):
         assert current == [torch.device("cuda", 1)]
 
     launched = []
-    monkeypatch.setattr(fused, "_on", lambda where: launched.append(where) or nullcontext())
+    monkeypatch.setattr(fused, "on_device", lambda where: launched.append(where) or nullcontext())
     start = page((64,))
     fused.update_page(start.planes, start.segments, start.fmt)
     assert launched == [start.params[0].device]

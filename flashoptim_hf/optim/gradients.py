@@ -1,0 +1,211 @@
+"""The gradients of a step as the kernels need them: contiguous, in a dtype that they read, and their addresses in one array.
+
+Gradients are new tensors at every step of a usual loop, so nothing about them is remembered from one step to the next: what is read here
+is read anew, for all of them by a few passes that run in C (`map` over a method of tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..kernels.rule import DTYPE_CODE
+from .layout import PLAIN, local
+
+_grad_of, _dtype_of = attrgetter("grad"), attrgetter("dtype")
+_READABLE = frozenset(DTYPE_CODE)
+_PLAIN = frozenset(PLAIN)
+
+
+def all_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether these are tensors of torch's own two classes, none of which is a DTensor."""
+    return set(map(type, tensors)) <= _PLAIN
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
+    """int64, one for each."""
+    return np.fromiter(map(Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))
+
+
+class Likeness:
+    """What some tensors are: type, dtype, device, shape and strides; and whether others are the same, one by one.
+
+    `torch.compile` asks this of its inputs at every call, and torch has one function in C for all of them together. It is not public: where
+    it is missing (it may be from some torch version on), or says no for a reason of its own, the attributes decide.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._facts = self._look_at(tensors)
+        self._check: Callable[..., bool] | None = None
+        guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+        if guards is not None and tensors and all_plain(tensors):
+            with suppress(TypeError, RuntimeError):  # of another torch version
+                self._check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+    @staticmethod
+    def _look_at(tensors: Sequence[Tensor]) -> list[list[Any]]:
+        looks: list[Callable[[Tensor], Any]] = [type, *map(attrgetter, ("dtype", "device", "shape", "layout")), _stride]
+        return [list(map(look, tensors)) for look in looks]
+
+    def surely_holds(self, tensors: Sequence[Any]) -> bool:
+        """True: these are all tensors, and what those were. False: unknown."""
+        return len(tensors) == len(self._facts[0]) and self._check is not None and self._check(*tensors)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are all what those were."""
+        return self.surely_holds(tensors) or (len(tensors) == len(self._facts[0]) and self._look_at(tensors) == self._facts)
+
+
+def _stride(tensor: Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout is torch.strided else None
+
+
+@dataclass(frozen=True)
+class Known:
+    """Gradients that came before: what they were, and what follows for gradients of the same kind.
+
+    Attributes:
+        like: what they were. All were contiguous, of torch's own class and not empty, on `device`, of the dtype of `code`.
+        numels: int64, elements of each.
+    """
+
+    like: Likeness
+    numels: np.ndarray
+    code: int
+    device: torch.device
+
+
+class Spans:
+    """Gradients as kernels read them, in the order given.
+
+    Attributes:
+        grads: local, contiguous, bf16, fp16 or fp32: the gradients themselves where they are so already, else copies.
+        addresses: int64, of `grads`.
+        codes: of their dtypes, as in `DTYPE_CODE`: one for all, or an array.
+
+    Args:
+        grads: of any floating dtype and layout in memory; DTensors count as what this process holds of them.
+        known: what they are, where that is known already.
+
+    Raises:
+        UnsupportedError: a sparse gradient.
+    """
+
+    def __init__(self, grads: list[Tensor], known: Known | None = None) -> None:
+        self.known = known
+        self.codes: int | np.ndarray
+        if known is not None:
+            self.grads, self.addresses, self.codes = grads, addresses_of(grads), known.code
+            return
+        if not all_plain(grads):
+            grads = [local(grad) for grad in grads]
+        try:
+            addresses = addresses_of(grads)
+        except RuntimeError:
+            _refuse_sparse(grads)
+            raise
+        dtypes = set(map(_dtype_of, grads))
+        if not (dtypes <= _READABLE and all(map(Tensor.is_contiguous, grads))):
+            grads = [(grad if grad.dtype in _READABLE else grad.float()).contiguous() for grad in grads]
+            addresses = addresses_of(grads)
+            dtypes = set(map(_dtype_of, grads))
+        self.grads, self.addresses = grads, addresses
+        if len(dtypes) == 1:
+            self.codes = DTYPE_CODE[dtypes.pop()]
+        else:
+            self.codes = np.array([DTYPE_CODE[grad.dtype] for grad in grads], dtype=np.int64)
+
+    @cached_property
+    def numels(self) -> np.ndarray:
+        """int64, elements of each gradient."""
+        if self.known is not None:
+            return self.known.numels
+        return np.fromiter(map(Tensor.numel, self.grads), dtype=np.int64, count=len(self.grads))
+
+    def by_device(self) -> list[tuple[torch.device, Spans]]:
+        """The gradients of each device, those without elements left out; a device without any is left out too."""
+        if self.known is not None:
+            return [(self.known.device, self)]
+        found: dict[torch.device, list[Tensor]] = {}
+        for grad in self.grads:
+            if grad.numel():
+                found.setdefault(grad.device, []).append(grad)
+        return [(device, Spans(grads)) for device, grads in found.items()]
+
+    def learn(self) -> Known | None:
+        """What there is to know of these for gradients to come; None where they are not all of one kind."""
+        if self.known is not None:
+            return self.known
+        devices = {grad.device for grad in self.grads}
+        if not isinstance(self.codes, int) or len(devices) != 1 or not self.numels.all() or not all_plain(self.grads):
+            return None
+        return Known(Likeness(self.grads), self.numels, self.codes, devices.pop())
+
+
+class Roster:
+    """All parameters of an optimizer in order, and what follows from which they are.
+
+    Attributes:
+        listed: the parameters of all groups.
+        groups: the number of each one's group.
+        sharded: whether any may be a DTensor.
+    """
+
+    def __init__(self, members: Sequence[Sequence[Tensor]]) -> None:
+        self.listed: list[Tensor] = list(chain.from_iterable(members))
+        self.groups = [number for number, group in enumerate(members) for _ in group]
+        self.sharded = not all_plain(self.listed)
+        self._sizes = list(map(len, members))
+
+    def lists(self, members: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether the groups still have the same parameters, by identity."""
+        return list(map(len, members)) == self._sizes and all(map(is_, chain.from_iterable(members), self.listed))
+
+
+class Gradients(Spans):
+    """The parameters that have a gradient now, their local gradients, and the number of each one's group.
+
+    Attributes:
+        roster: of all parameters.
+        params, groups: those with a gradient, and the number of each one's group; where all have one, the roster's own lists.
+
+    Args:
+        param_groups: the optimizer's.
+        roster: of the last step: taken over if the groups still have the same parameters.
+        known: what gradients of an earlier step were.
+
+    Raises:
+        UnsupportedError: a sparse gradient.
+    """
+
+    def __init__(self, param_groups: Sequence[dict[str, Any]], roster: Roster | None = None, known: Known | None = None) -> None:
+        members = [group["params"] for group in param_groups]
+        self.roster = roster if roster is not None and roster.lists(members) else Roster(members)
+        self.params, self.groups = self.roster.listed, self.roster.groups
+        grads = list(map(_grad_of, self.params))
+        if known is None or not known.like.surely_holds(grads):
+            present = list(map(is_not, grads, repeat(None)))
+            if not all(present):
+                self.params, self.groups = list(compress(self.params, present)), list(compress(self.groups, present))
+                grads = list(compress(grads, present))
+            known = known if known is not None and known.like.holds(grads) else None
+        super().__init__(grads, known)
+
+
+def _refuse_sparse(grads: Sequence[Tensor]) -> None:
+    for grad in grads:
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"a gradient of shape {tuple(grad.shape)} has layout {grad.layout}; sparse gradients are not supported. "
+                "Use nn.Embedding(..., sparse=False)."
+            )
