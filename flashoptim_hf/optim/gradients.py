@@ -198,6 +198,8 @@ class Gradients(Spans):
             if not all(present):
                 self.params, self.groups = list(compress(self.params, present)), list(compress(self.groups, present))
                 grads = list(compress(grads, present))
+            if self.roster.sharded:
+                grads = list(map(local, grads))
             known = known if known is not None and known.like.holds(grads) else None
         super().__init__(grads, known)
 

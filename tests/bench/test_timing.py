@@ -64,6 +64,21 @@ def test_inner_steps_are_averaged_and_preparation_is_not_timed(clock):
     assert len(log) == 1 + 3 * 5
 
 
+def test_what_prepares_each_step_is_not_timed_and_any_clock_serves(clock):
+    log = []
+
+    def prepare():
+        log.append("p")
+        clock.now += 7
+
+    turn = subject(clock, log, "x", 2, 2, inner=3, prepare=prepare)
+    other = subject(clock, log, "y", 2, 2, clock=lambda: 10 * clock.now)
+    round_robin([turn, other])
+    assert "".join(log) == "pxy" + 2 * ("pxpxpx" + "y")
+    assert turn.seconds == [2, 2]
+    assert other.seconds == [20, 20]
+
+
 def test_a_subject_that_took_too_long_drops_out_after_a_sample(clock):
     log = []
     quick, endless = subject(clock, log, "q", 1, 6), subject(clock, log, "e", 50, 6, most_seconds=15)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from flashoptim_hf.errors import UnsupportedError
 from flashoptim_hf.kernels import select
@@ -232,7 +234,6 @@ def test_what_changed_between_steps_is_seen(seed: int, by_address: bool, as_bits
     assert remembers.opt.memory_report().skipped_steps == forgets.opt.memory_report().skipped_steps
 
 
-@pytest.mark.usefixtures("likeness")
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("event", EVENTS)
 def test_each_change_alone_is_seen(event: str, seed: int, as_bits: Callable) -> None:
@@ -267,6 +268,26 @@ def test_what_is_usual_makes_no_new_plan(event: str) -> None:
         world.opt.step()
         assert world.opt._plan is plan
         assert world.opt._roster is roster
+
+
+def test_sharded_parameters_keep_their_plan() -> None:
+    """Their gradients are DTensors, of which the local parts are compared."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        opt = FlashAdamW(model.parameters())
+        plans = []
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            plans.append(opt._plan)
+        assert plans[0].known is not None
+        assert plans[0] is plans[1] is plans[2]
+        assert opt._roster.sharded
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_change_of_shape_in_place_is_refused() -> None:
