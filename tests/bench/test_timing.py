@@ -72,7 +72,8 @@ def test_what_prepares_each_step_is_not_timed_and_any_clock_serves(clock):
         clock.now += 7
 
     turn = subject(clock, log, "x", 2, 2, inner=3, prepare=prepare)
-    other = subject(clock, log, "y", 2, 2, clock=lambda: 10 * clock.now)
+    other = subject(clock, log, "y", 2, 2)
+    other.clock = lambda: 10 * clock.now
     round_robin([turn, other])
     assert "".join(log) == "pxy" + 2 * ("pxpxpx" + "y")
     assert turn.seconds == [2, 2]
