@@ -15,7 +15,7 @@ from .report import require_matplotlib
 
 def draw(records: Mapping[tuple[str, str, int], Record], path: Path) -> None:
     """Draw into `path`, see `figure`."""
-    figure(records).savefig(path, dpi=110)
+    figure(records).savefig(path, dpi=85)
 
 
 def figure(records: Mapping[tuple[str, str, int], Record]) -> Any:

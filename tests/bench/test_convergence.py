@@ -17,12 +17,13 @@ from flashoptim_hf.bench import convergence
 from flashoptim_hf.bench.convergence import choose_tasks, footnotes, run, table, train, work
 from flashoptim_hf.bench.convergence_optimizers import NAMES, OPTIMIZERS, Stepper, choose
 from flashoptim_hf.bench.convergence_plot import figure
-from flashoptim_hf.bench.convergence_records import Record, check_settings, compare, half_width, read, student, thinned, write
+from flashoptim_hf.bench.convergence_records import Record, add_rows, check_settings, compare, half_width, read, student, thinned, write
 from flashoptim_hf.bench.convergence_tasks import TASKS, Assets, Task
 from flashoptim_hf.bench.report import Report
 from flashoptim_hf.errors import ConfigurationError, UnsupportedError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # recipe_tiny
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "recipes"))  # recipe_tiny
 
 
 @pytest.fixture(scope="module")
@@ -289,3 +290,34 @@ def test_names_are_checked(tmp_path: Path, assets: Assets, monkeypatch: pytest.M
     assert choose(None) == ([name for name in NAMES if name != "torchao"], ["torchao"])
     with pytest.raises(UnsupportedError, match="torchao is not installed"):
         choose(["torchao"])
+
+
+# ---------------------------------------------------------------------- the results that are shipped
+
+RESULTS = ROOT / "benchmarks/results/convergence.json"
+
+
+def test_the_shipped_rows_follow_from_the_shipped_runs() -> None:
+    records = read(RESULTS)
+    report = Report("convergence", "anywhere")
+    add_rows(report, compare(records))
+    assert json.loads(RESULTS.read_text())["rows"] == [row.to_dict() for row in report.rows]
+    check_settings(records, TASKS.values())
+    assert {record.task for record in records.values()} == set(TASKS)
+    commits = {record.commit for record in records.values()}
+    assert not [commit for commit in commits if not commit or commit.endswith("+")], "a run of a tree that no commit holds"
+
+
+def test_the_page_shows_the_shipped_results() -> None:
+    rows = [line.strip("| \n").split("|") for line in (ROOT / "docs/convergence.md").read_text(encoding="utf-8").splitlines()]
+    shown = {(cells[0].strip(), cells[1].strip("` ")): [cell.strip() for cell in cells[2:]] for cells in rows if cells[0].strip() in TASKS}
+    comparisons = compare(read(RESULTS))
+    assert list(shown) == [(found.task, found.optimizer) for found in comparisons]
+    for found in comparisons:
+        cells = shown[found.task, found.optimizer]
+        assert cells[0] == str(found.seeds)
+        assert cells[1].partition(" ")[0] == f"{found.loss:.4f}"
+        if found.optimizer != "fp32":
+            assert cells[2].partition(" ")[0] == f"{found.difference:+.4f}"
+            assert cells[2].rpartition(" ")[2] in (f"{found.interval:.4f}", cells[2])
+            assert (cells[3], cells[5]) == (f"{found.distance:.4f}", found.verdict())
