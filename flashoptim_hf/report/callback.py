@@ -31,6 +31,7 @@ class _Listener(logging.Handler):
     def __init__(self, kept: list[str]) -> None:
         super().__init__(logging.WARNING)
         self.kept = kept
+        self._show: Any = None
         self._shown: Any = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,19 +44,22 @@ class _Listener(logging.Handler):
     def start(self) -> None:
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self)
-        self._shown = warnings.showwarning
-        warnings.showwarning = self._show
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+            if self._show is show:
+                self.keep(str(message))
+            shown(message, category, *rest, **named)
+
+        self._show, self._shown = show, shown
+        warnings.showwarning = show
 
     def stop(self) -> None:
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(self)
-        if self._shown is not None and warnings.showwarning == self._show:
+        if warnings.showwarning is self._show:
             warnings.showwarning = self._shown
-        self._shown = None
-
-    def _show(self, message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
-        self.keep(str(message))
-        self._shown(message, category, *rest, **named)
+        self._show = self._shown = None  # where others have put theirs on top, ours stays below it and hands on what it is shown
 
 
 class ReportCallback(TrainerCallback):

@@ -15,6 +15,9 @@ MOST_POINTS = 600
 MOST_MARKS = 60
 """Up to so many points of a line carry a mark that shows its value when it is pointed at."""
 
+FINEST = 1e-290
+"""What lies nearer to each other than this is one value: steps between ticks would lose their digits."""
+
 Points = Sequence[tuple[float, float]]
 
 
@@ -91,9 +94,9 @@ def _unit(kind: str, most: float) -> tuple[float, str]:
 def _ticks(low: float, high: float, size: float) -> list[float]:
     """Three to seven round values from at most `low` to at least `high`, round in a unit of `size`."""
     low, high = low / size, high / size
-    if not high > low:
-        pad = abs(low) * 0.1 or 1.0
-        low, high = (low - pad, high + pad) if low != 0 else (0.0, 1.0)
+    if not high - low > FINEST:
+        pad = abs(low) * 0.1
+        low, high = (low - pad, high + pad) if pad > FINEST else (0.0, 1.0)
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)

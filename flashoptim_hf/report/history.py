@@ -17,6 +17,8 @@ STATE = "trainer_state.json"
 RECORD = "report.json"
 PAGE = "report.html"
 SAMPLES = "samples.jsonl"
+MOST = 1e300
+"""Magnitudes from here on count as infinite: differences of two such numbers are no numbers."""
 
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -74,7 +76,9 @@ def trouble(run: Run) -> list[str]:
     """What the numbers themselves warn of: a loss that is no number, skipped steps, an evaluation loss that has risen again."""
     said = []
     odd = [
-        row["step"] for row in run.log if any(isinstance(row.get(k), float) and not math.isfinite(row[k]) for k in ("loss", "eval_loss"))
+        row.get("step")
+        for row in run.log
+        if any(isinstance(row.get(k), float) and not math.isfinite(row[k]) for k in ("loss", "eval_loss"))
     ]
     if odd:
         said.append(f"The loss is not a finite number at step {odd[0]}" + (f" and at {len(odd) - 1} later ones." if odd[1:] else "."))
@@ -166,7 +170,7 @@ def _facts(state: Row) -> list[tuple[str, str]]:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
 
 
 def _json(path: Path) -> Row:

@@ -182,6 +182,30 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_warnings_are_shown_on_after_two_reports(order: tuple[int, int], make: MakeTrainer) -> None:
+    """Whichever ends first, also while another has put its own function over ours, and when it begins again below that one."""
+    shown: list[str] = []
+    reports = [ReportCallback(), ReportCallback()]
+    made = make()
+    state: Any = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=1, log_history=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
+        for report in reports:
+            report.on_train_begin(made.args, state, made.control, model=made.model)
+        first, second = (reports[number] for number in order)
+        first.on_train_end(made.args, state, made.control)
+        warnings.warn("between", stacklevel=1)
+        first.on_train_begin(made.args, state, made.control, model=made.model)
+        for report in (second, first):
+            report.on_train_end(made.args, state, made.control)
+        warnings.warn("after", stacklevel=1)
+    assert shown == ["between", "after"]
+    assert second.run.warnings == ["between"]
+    assert first.run.warnings == []
+
+
 def test_what_is_pushed_to_the_hub_does_not_hold_the_report(make: MakeTrainer, tmp_path: Path) -> None:
     made = make(ReportCallback())
     made.args.push_to_hub = True

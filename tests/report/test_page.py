@@ -108,6 +108,18 @@ def test_an_empty_run_is_a_page_too(read: Any) -> None:
     assert "0" in found.text(found.all("div", "tiles")[0])
 
 
+def test_numbers_that_no_axis_holds_are_left_out(read: Any) -> None:
+    log = [
+        {"step": 1, "loss": 1e308, "x": 10**400},
+        {"step": 2, "loss": -1e308, "x": 1},
+        {"step": 3, "loss": 2.5, "x": 2},
+        {"loss": float("nan")},
+    ]
+    found = read(page.render(Run(log=log)))
+    assert found.marks("Loss") == ["step 3: training 2.5"]
+    assert found.marks("x") == ["step 2: x 1", "step 3: x 2"]
+
+
 def test_a_long_log_is_thinned_and_says_so(read: Any) -> None:
     log = [{"step": step, "loss": 100.0 if step == 777 else -50.0 if step == 2345 else 1.0} for step in range(1, 5001)]
     found = read(page.render(Run(log=log)))
@@ -130,7 +142,9 @@ def test_a_long_log_is_thinned_and_says_so(read: Any) -> None:
         ([0, 0], "bytes"),
         ([17e9, 16e9], "bytes"),
         ([3e-5], "seconds"),
-        ([1e300, -1e300], "number"),
+        ([9e299, -9e299], "number"),
+        ([0.0, 5e-324, 1e-323], "number"),
+        ([1e-300, 1e-310], "number"),
     ],
 )
 def test_points_lie_within_the_axes(values: list[float], kind: str) -> None:
