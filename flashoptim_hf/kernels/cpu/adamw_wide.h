@@ -248,8 +248,18 @@ OP void wide_encode_v(
 #undef NEXT
 }
 
-/* log2 r - hi of group 0, with which the third pass begins. */
-OP void wide_first_log(const wide_tile *t, __m512 *y) { EACH y[q] = (__m512)(NAME(log2)(NAME(load)(t->r[0] + q * 16)) - t->hi[0]); }
+/* log2 r - hi of group 0, with which the third pass begins: the same operations as there, so that where a tile begins changes no bit. */
+OP void wide_first_log(const wide_encoder *c, const wide_tile *t, __m512 *y) {
+    const __m512 centres = _mm512_load_ps(LOG_INVERSE), logs = _mm512_load_ps(LOG_CENTRE) - t->hi[0];
+    EACH {
+        const __m512 r = _mm512_load_ps(t->r[0] + q * 16);
+        const __m512i at = _mm512_srli_epi32(_mm512_castps_si512(r), 19);
+        const __m512 mantissa = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(r), c->mantissa, c->one, 0xEA));
+        const __m512 f = mantissa * _mm512_permutexvar_ps(at, centres) - 1.0f;
+        const __m512 g = (LOG_3 * f + LOG_2) * f + LOG_1;
+        y[q] = g * f + (_mm512_getexp_ps(r) + _mm512_permutexvar_ps(at, logs));
+    }
+}
 
 /* The constants of u: bits of `umax`, and the scale to codes. */
 OP __m512i wide_scales(wide_tile *t, float share, const int dither) {
@@ -302,7 +312,7 @@ OP void NAME(groups)(
     wide_encoder e = wide_codes(h.integers);
     __m512i d = wide_weyl(h.integers->code_dither, index * 2654435761u + step * 2654435769u);
     __m512 y[GROUP / 16];
-    wide_first_log(&t, y);
+    wide_first_log(&e, &t, y);
     for (int k = 0; k < count; k++) {
         const int next = k + 1 < count ? k + 1 : k;
         if (__builtin_expect(special >> k & 1, 0)) wide_encode_v(&e, codes + k * GROUP, &t, k, next, y, &d, dither, 1);
