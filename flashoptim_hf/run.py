@@ -30,6 +30,8 @@ from typing import Any
 
 USAGE = "usage: python -m flashoptim_hf.run [--adamw NAME [--adamw_args TEXT]] [-m MODULE | SCRIPT.py | COMMAND] [its arguments]"
 OPTIONS = ("--adamw", "--adamw_args")
+LAUNCHERS = ("torchrun", "accelerate launch", "accelerate-launch", "deepspeed", "torch.distributed.run", "accelerate.commands.launch")
+"""Commands and modules that start the program in other processes."""
 
 
 def main(words: list[str]) -> None:
@@ -39,7 +41,7 @@ def main(words: list[str]) -> None:
         words: this program's options, then `-m MODULE`, a script's path or a command's name, and the program's arguments.
 
     Raises:
-        SystemExit: no program is named, there is no such one, or an option is wrong; 2, with a sentence.
+        SystemExit: no program is named, there is no such one, it is a launcher, or an option is wrong; 2, with a sentence.
     """
     import flashoptim_hf
 
@@ -52,6 +54,12 @@ def main(words: list[str]) -> None:
     program = words[1:2] if module else words[:1]
     if not program or (program[0].startswith("-") and not module):
         _stop(f"{USAGE}\nno program is named{f' before {program[0]}' if program else ''}.")
+    launcher = next((launcher for launcher in LAUNCHERS if launcher in (program[0], " ".join(words[:2]))), None)
+    if launcher is not None:
+        _stop(
+            f"{launcher} starts the program in other processes, where nothing would be registered. Turn them round: "
+            f"{'python -m ' if module else ''}{launcher} [its options] -m flashoptim_hf.run ..."
+        )
     if options:
         _stand_in(options)
     name, rest = program[0], words[2 if module else 1 :]

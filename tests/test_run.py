@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pickle
 import runpy
 import subprocess
 import sys
@@ -260,6 +262,23 @@ def test_a_command_is_its_packages_script_or_its_own_function(monkeypatch: pytes
     assert sys.argv == ["flashoptim-hf", "--version"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["torchrun", "--nproc_per_node=2", "x.py"],
+        ["accelerate", "launch", "x.py"],
+        ["-m", "torch.distributed.run", "x.py"],
+        ["deepspeed", "x.py"],
+    ],
+)
+def test_a_launcher_comes_before_the_runner(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What it starts would know of nothing, and train with another optimizer without a word."""
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--adamw", "flashoptim_adamw", *words])
+    assert caught.value.code == 2
+    assert " -m flashoptim_hf.run ..." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
 def test_another_algorithm_than_adamw_is_refused(option: str) -> None:
     original = torch.optim.AdamW
@@ -276,6 +295,36 @@ def test_another_algorithm_than_adamw_is_refused(option: str) -> None:
     finally:
         remove()
     assert torch.optim.AdamW is original
+
+
+def test_what_stands_in_is_a_class_as_the_original_is(tmp_path: Path) -> None:
+    """Type hints, signatures and subclasses of programs, and the Trainer's own AdamW, which tells classes from functions."""
+    original = torch.optim.AdamW
+    remove = stand_in.install("flashoptim_paged_adamw", None)
+    try:
+        new = torch.optim.AdamW
+        assert isinstance(new, type)
+        assert issubclass(new, original)
+        assert issubclass(FlashAdamW, new)
+        assert isinstance(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))]), new | None)
+        assert inspect.signature(new) == inspect.signature(original)
+        assert pickle.loads(pickle.dumps(new)) is new
+
+        class Derived(new):
+            def __init__(self, params: list[torch.nn.Parameter], speed: float) -> None:
+                super().__init__(params, lr=speed)
+
+        derived = Derived([torch.nn.Parameter(torch.zeros(4))], speed=0.5)
+        assert isinstance(derived, new)
+        assert isinstance(derived, Derived)
+        assert not isinstance(derived, FlashAdamW)
+        assert not issubclass(FlashAdamW, Derived)
+        assert list(inspect.signature(Derived).parameters) == ["params", "speed"]
+        made = trainer(tmp_path).create_optimizer()
+        assert type(made) is FlashAdamW
+        assert made.defaults["paged"]
+    finally:
+        remove()
 
 
 # ---------------------------------------------------------------------- axolotl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,32 +19,25 @@ REFUSED = ("amsgrad", "maximize", "differentiable")
 """Another algorithm than AdamW."""
 
 
-class StandIn:
+class Maker:
     """Called as `torch.optim.AdamW` is, it makes one of this package's optimizers.
-
-    A class that is derived from it is derived from torch's class, and `isinstance` is true for the optimizers of both.
 
     Args:
         name: a registered name of AdamW; it says whether the state is paged.
         optim_args: more options, as in `TrainingArguments.optim_args`.
-        original: torch's class.
         made: called with each optimizer that is made.
 
     Raises:
         ConfigurationError: not such a name, or bad `optim_args`.
     """
 
-    def __init__(self, name: str, optim_args: str | None, original: type, made: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(self, name: str, optim_args: str | None, made: Callable[[Any], None]) -> None:
         known = {known: handler for known, handler in handlers().items() if handler.stem == STEM}
         if name not in known:
             raise ConfigurationError(f"{name!r} cannot stand in for torch.optim.AdamW; choose one of {', '.join(known)}.")
         self.cls = optimizer_class(STEM)
         self.options = {"paged": known[name].paged, **parse_optim_args(optim_args, option_types(self.cls), name)}
-        self.original = original
         self.made = made
-        self.__name__ = self.__qualname__ = original.__name__
-        self.__module__ = original.__module__
-        self.__doc__ = original.__doc__
 
     def __call__(
         self,
@@ -71,27 +65,48 @@ class StandIn:
         self.made(optimizer)
         return optimizer
 
-    def __mro_entries__(self, _bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (self.original,)
 
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, self.cls | self.original)
+def stand_in(maker: Maker, original: type) -> type:
+    """A class in place of `original`, which programs may use as they use that: what it makes is made by `maker`.
 
-    def __subclasscheck__(self, cls: type) -> bool:
-        return issubclass(cls, self.cls | self.original)
+    `isinstance` and `issubclass` are true for the optimizers of both. A class that is derived from it makes its own instances, of
+    `original`'s algorithm.
+    """
+
+    class StandIn(type):
+        def __call__(cls, *args: Any, **named: Any) -> Any:
+            return maker(*args, **named) if cls is new else super().__call__(*args, **named)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, maker.cls | original) if cls is new else super().__instancecheck__(instance)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, maker.cls | original) if cls is new else super().__subclasscheck__(other)
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            found = inspect.signature(type.__getattribute__(cls, "__init__"))
+            return found.replace(parameters=list(found.parameters.values())[1:])
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    new = StandIn(original.__name__, (original,), names)
+    return new
 
 
 def install(name: str, optim_args: str | None, made: Callable[[Any], None] = lambda _: None) -> Callable[[], None]:
-    """Put a `StandIn` where programs find `torch.optim.AdamW`. Returns what takes it out again.
+    """Put a stand-in where programs find `torch.optim.AdamW`. Returns what takes it out again.
+
+    Args:
+        name, optim_args, made: see `Maker`.
 
     Raises:
-        ConfigurationError: see `StandIn`.
+        ConfigurationError: see `Maker`.
     """
     import torch
 
     places = (torch.optim, importlib.import_module("torch.optim.adamw"))
     original = torch.optim.AdamW
-    new = StandIn(name, optim_args, original, made)
+    new = stand_in(Maker(name, optim_args, made), original)
     for place in places:
         setattr(place, original.__name__, new)
 
