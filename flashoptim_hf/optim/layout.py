@@ -23,7 +23,7 @@ from ..paging.host_limits import host_memory, local_ranks, refuse_if_short
 from ..paging.residency import BURST, IN_FLIGHT, FixedSet, pages_ahead
 from ..paging.store import Block, StateStore
 from ..paging.streams import backend_for
-from .options import budget
+from .options import budget, check_param
 
 CORRECTION = "correction"
 STEP = "step"
@@ -150,6 +150,10 @@ class Layout:
         """Give every (parameter, group) a record in the right pool; returns the parameters whose record is new or has moved.
 
         A parameter whose dtype, device or codec changed keeps its step count and every plane that the new pool has too.
+
+        Raises:
+            ConfigurationError: a parameter has become something that cannot be stepped. Nothing has changed.
+            HostMemoryError, OffloadError: see `check_host`.
         """
         wanted: dict[PoolKey, list[Tensor]] = {}
         groups: dict[Tensor, int] = {}
@@ -157,6 +161,7 @@ class Layout:
             key = pool_key(param, group, self.rule, param in self.promoted)
             record = self.records.get(param)
             if record is None or record.pool.key != key:
+                check_param(local(param), "(as it is now, since the optimizer was made)")
                 wanted.setdefault(key, []).append(param)
                 groups[param] = id(group)
         changed: list[Tensor] = []

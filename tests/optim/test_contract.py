@@ -193,6 +193,24 @@ def test_a_refused_group_is_not_added():
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_that_was_converted_to_fp64_is_refused_by_name(first, opt, set_gradients):
+    w = parameter(10)
+    optimizer = opt([w])
+    if not first:
+        set_gradients([w], 0)
+        optimizer.step()
+    w.data = w.data.double()
+    before, w.grad = w.detach().clone(), torch.ones_like(w)
+    with pytest.raises(ConfigurationError, match=r"shape \(10,\) has dtype torch.float64.*model.float\(\)"):
+        optimizer.step()
+    assert torch.equal(w, before)
+    w.data, w.grad = w.data.float(), None
+    set_gradients([w], 1)
+    optimizer.step()
+    assert optimizer.state[w]["step"] == 2 - first
+
+
 def test_empty_groups_and_empty_tensors(opt, set_gradients):
     w, nothing = parameter(10), nn.Parameter(torch.empty(0, 4))
     optimizer = opt([{"params": [w], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}, {"params": [nothing]}])
