@@ -34,6 +34,7 @@ class LoopConfig:
 
     model_name_or_path: str = field(metadata={"help": "A folder or a hub id."})
     dataset: str = field(metadata={"help": "A .jsonl, .json, .csv or .parquet file, or a hub id."})
+    text_as_chat: bool = field(default=True, metadata={"help": "Text in prompt and completion becomes two turns of the chat template."})
     output_dir: str = field(default="run", metadata={"help": "Checkpoints go here."})
     max_steps: int = field(default=100, metadata={"help": "Optimizer steps in all."})
     save_steps: int = field(default=50, metadata={"help": "Optimizer steps between checkpoints."})
@@ -82,7 +83,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     with accelerator.main_process_first():
-        data, _ = sft_data.prepare(sft_data.load(config.dataset), tokenizer, sft_data.Plan(config.max_length))
+        samples = sft_data.load(config.dataset)
+        plan, said = sft_data.Plan(config.max_length, text_as_chat=config.text_as_chat).settled(samples, tokenizer)
+        data, _ = sft_data.prepare(samples, tokenizer, plan)
+    accelerator.print(said or "the samples are learned as they come")
     # a generator of its own: to begin an epoch would otherwise draw from the one that dropout uses, and a resumed run begins one more
     own = torch.Generator().manual_seed(config.seed)
     collate = DataCollatorForSeq2Seq(tokenizer)

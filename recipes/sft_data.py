@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,45 @@ Encoded = tuple[list[int], list[bool]]  # token ids, and which of them are learn
 class Plan:
     """What is learned. `max_length` in tokens, None for no limit; the two switches are trl's `assistant_only_loss` and
     `completion_only_loss` (None: on for samples with a prompt and a completion); `text_field` names the column of plain text; `form` is
-    the samples' format (`sft_formats`), "auto" for the one that the columns tell."""
+    the samples' format (`sft_formats`), "auto" for the one that the columns tell; `text_as_chat`: text in prompt and completion, and
+    alpaca, become messages where the tokenizer has a chat template."""
 
     max_length: int | None = 1024
     assistant_only: bool = False
     completion_only: bool | None = None
     text_field: str = "text"
     form: str = sft_formats.AUTO
+    text_as_chat: bool = True
 
     def standard(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
         """A sample with the columns of its format alone."""
         form = sft_formats.recognise(example, self.form, self.text_field)
-        return sft_formats.standard(example, form, tokenizer.chat_template is not None, self.text_field)
+        chat = self.text_as_chat and tokenizer.chat_template is not None
+        return sft_formats.standard(example, form, chat, self.text_field)
+
+    def settled(self, data: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[Plan, str]:
+        """This plan for these samples, and a sentence for the user, empty where there is nothing to choose.
+
+        Prompts with special tokens in them were rendered before: they are not rendered again.
+        """
+        form = sft_formats.recognise(data.column_names, self.form, self.text_field)
+        example: Example = next(iter(data), {})
+        sides = [example.get(side) for side in ("prompt", "completion")]
+        if form not in ("prompt_completion", "alpaca") or (form == "prompt_completion" and not any(isinstance(s, str) for s in sides)):
+            return self, ""
+        plain = "under headings" if form == "alpaca" else "one right after the other"
+        if tokenizer.chat_template is None:
+            return self, f"the samples are learned as text, {plain}: the tokenizer has no chat template (chat_template_path gives it one)"
+        if not self.text_as_chat:
+            return self, f"the samples are learned as text, {plain}, without the chat template (text_as_chat=false)"
+        if form == "prompt_completion" and isinstance(sides[0], str):
+            special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+            seen = next((token for token in special if token in sides[0]), None)
+            if seen is not None:
+                return replace(
+                    self, text_as_chat=False
+                ), f"the samples are learned as they are: prompts hold {seen!r}, so they are rendered already"
+        return self, "the samples are learned as a user's and an assistant's turn of the chat template (text_as_chat=false: as plain text)"
 
 
 @dataclass(frozen=True)

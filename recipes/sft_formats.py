@@ -1,7 +1,7 @@
 """The forms that samples come in: recognised by their columns or named, and brought to the few that are tokenized.
 
 text                text (or the column that dataset_text_field names)
-prompt_completion   prompt, completion: text, or lists of messages
+prompt_completion   prompt, completion: text (a question and its answer), or lists of messages
 messages            messages, or conversations: lists of {"role", "content"} or {"from", "value"}
 alpaca              instruction, output, and perhaps input, system
 """
@@ -57,12 +57,13 @@ def recognise(columns: Iterable[str], named: str = AUTO, text_field: str = "text
 
 
 def standard(example: Example, form: str, chat: bool, text_field: str = "text") -> Example:
-    """A sample with the columns of its format alone; alpaca as prompt and completion.
+    """A sample with the columns of its format alone; alpaca, and pairs of text, as prompt and completion.
 
     Args:
         example: with every column of the data set.
         form: its format, as `recognise` gives it.
-        chat: whether the tokenizer has a chat template: alpaca then becomes messages, and else text under headings.
+        chat: whether text becomes messages, which the tokenizer must have a chat template for. Otherwise alpaca becomes text under
+            headings, and pairs of text stay as they are.
         text_field: the column of plain text.
     """
     if form == "text":
@@ -75,7 +76,16 @@ def standard(example: Example, form: str, chat: bool, text_field: str = "text") 
     sides = {side: example[side] for side in NEEDED["prompt_completion"]}
     if all(isinstance(value, list) for value in sides.values()):
         return {**{side: _messages(value) for side, value in sides.items()}, **tools}
-    return {side: _text(value) for side, value in sides.items()}
+    text = {side: _text(value) for side, value in sides.items()}
+    if not chat or not text["completion"].strip():  # a turn without a word would teach to say nothing
+        return text
+    return {side: [{"role": role, "content": _turn(text[side])}] for side, role in zip(sides, ("user", "assistant"), strict=True)}
+
+
+def _turn(text: str) -> str:
+    """What a turn says: text without the line breaks and the one blank that joined it to the other. An indentation stays."""
+    text = text.rstrip().lstrip("\r\n")
+    return text[1:] if text.startswith(" ") and not text.startswith("  ") else text
 
 
 def _alpaca(example: Example, chat: bool) -> Example:

@@ -34,6 +34,9 @@ class RecipeConfig:
     dataset_format: str = field(
         default="auto", metadata={"help": "auto (by the columns), messages, prompt_completion, alpaca or text (dataset_text_field)."}
     )
+    text_as_chat: bool = field(
+        default=True, metadata={"help": "Text in prompt and completion becomes two turns of the chat template; false: it stays text."}
+    )
     added_tokens: list[str] | None = field(
         default=None, metadata={"help": "Tokens that the tokenizer gets; the model gets their rows, and learns them."}
     )
@@ -108,8 +111,10 @@ def make_data(config: RecipeConfig, args: SFTConfig, tokenizer: PreTrainedTokeni
     train, held_out = sft_data.load_splits(config.dataset, config.eval_dataset, config.eval_fraction, args.seed)
     # Packing that keeps the overflow needs whole samples; everything else is cut here, where it can be counted.
     limit = None if args.packing and args.packing_strategy != "bfd" else args.max_length
-    plan = sft_data.Plan(limit, args.assistant_only_loss, args.completion_only_loss, args.dataset_text_field, config.dataset_format)
+    named, as_chat = config.dataset_format, config.text_as_chat
+    plan = sft_data.Plan(limit, args.assistant_only_loss, args.completion_only_loss, args.dataset_text_field, named, as_chat)
     form = sft_formats.recognise(train.column_names, config.dataset_format, args.dataset_text_field)
+    plan, said = plan.settled(train, tokenizer)
     rows: dict[str, Dataset | None] = {"train": None, "eval": None}
     counts = {}
     with args.main_process_first(desc="tokenizing"):
@@ -120,6 +125,8 @@ def make_data(config: RecipeConfig, args: SFTConfig, tokenizer: PreTrainedTokeni
     state = PartialState()
     if state.is_main_process:
         sft_look.show(rows, counts, form, tokenizer, config.first_look)
+    if said:
+        state.print(said)
     for name, count in counts.items():
         state.print(f"{name}: {count}")
     eos, bos, pad = tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token

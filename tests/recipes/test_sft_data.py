@@ -74,7 +74,7 @@ def test_last_label_is_the_only_learned_eos(example: dict[str, Any], template: s
 
 def test_text_that_ends_in_eos_gets_no_second_one() -> None:
     for example in ({"text": "It is blue.</s>"}, {"prompt": "What? ", "completion": "Blue.</s>"}):
-        tokenizer, row = encode(example, adds_eos=True)
+        tokenizer, row = encode(example, Plan(text_as_chat=False), adds_eos=True)
         assert row["input_ids"].count(tokenizer.eos_token_id) == row["labels"].count(tokenizer.eos_token_id) == 1
 
 
@@ -136,7 +136,7 @@ def test_one_bos_with_a_template_that_has_it(template: str, assistant_only: bool
 @pytest.mark.parametrize("text", ["It is blue.", "<s>It is blue."], ids=["text without BOS", "text with BOS"])
 def test_one_bos_in_plain_text(text: str) -> None:
     for example in ({"text": text}, {"prompt": text, "completion": "Yes."}):
-        tokenizer, row = encode(example)
+        tokenizer, row = encode(example, Plan(text_as_chat=False))
         assert row["input_ids"].count(tokenizer.bos_token_id) == 1
         assert row["input_ids"][0] == tokenizer.bos_token_id
 
@@ -218,9 +218,9 @@ def test_prompt_and_completion_as_messages_learn_the_completion_alone() -> None:
 
 
 def test_prompt_and_completion_as_text() -> None:
-    tokenizer, row = encode(PLAIN, Plan())
+    tokenizer, row = encode(PLAIN, Plan(text_as_chat=False))
     assert learned(tokenizer, row) == ["It is blue." + EOS]
-    tokenizer, row = encode(PLAIN, Plan(completion_only=False))
+    tokenizer, row = encode(PLAIN, Plan(completion_only=False, text_as_chat=False))
     assert learned(tokenizer, row) == ["What is it? It is blue." + EOS]
 
 

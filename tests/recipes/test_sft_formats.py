@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,54 @@ def test_alpaca_learns_the_output_alone(given: str | None) -> None:
         assert prompt.endswith("assistant\n" if chat else "### Response:\n")
 
 
+# ---------------------------------------------------------------------- pairs of text
+
+PAIR = {"prompt": "What is it?\n", "completion": " Blue.\n"}
+TURNS = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]}
+
+
+def test_pairs_of_text_are_two_turns_of_the_template() -> None:
+    tokenizer = build_tokenizer()
+    row = sft_data.encode(dict(PAIR), tokenizer, Plan())
+    assert row["input_ids"] == sft_data.encode(TURNS, tokenizer, Plan(assistant_only=True))["input_ids"]
+    assert learned(tokenizer, row) == "Blue." + EOS
+    assert tokenizer.decode(sft_data.prompt_ids(PAIR, tokenizer)).endswith("What is it?</s>\n<|turn|>assistant\n")
+    given = sft_data.encode({**PAIR, "completion": "Blue." + EOS}, tokenizer, Plan())
+    assert given["input_ids"] == row["input_ids"]
+
+
+@pytest.mark.parametrize(("completion", "content"), [("    return x\n", "    return x"), (" a", "a"), ("\na\n b", "a\n b"), ("12", "12")])
+def test_an_indentation_stays(completion: str, content: str) -> None:
+    made = sft_formats.standard({"prompt": "q ", "completion": completion}, "prompt_completion", True)
+    assert made == {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": content}]}
+
+
+FORMS = {
+    "pairs": ([PAIR], {}, True, "turn of the chat template .text_as_chat=false"),
+    "pairs, as text": ([PAIR], {"text_as_chat": False}, False, "one right after the other, without the chat template"),
+    "alpaca": ([ALPACA], {}, True, "turn of the chat template"),
+    "rendered already": ([{"prompt": "<s>What?", "completion": "Blue."}], {}, False, "prompts hold '<s>', so they are rendered already"),
+    "messages": ([TURNS], {}, True, "^$"),
+    "messages in two columns": ([{"prompt": TURNS["messages"][:1], "completion": TURNS["messages"][1:]}], {}, True, "^$"),
+}
+
+
+@pytest.mark.parametrize(("rows", "options", "chat", "said"), FORMS.values(), ids=FORMS.keys())
+def test_what_was_taken_is_said(rows: list[dict[str, Any]], options: dict[str, Any], chat: bool, said: str) -> None:
+    plan, sentence = Plan(**options).settled(Dataset.from_list(rows), build_tokenizer())
+    assert plan.text_as_chat == chat
+    assert re.search(said, sentence)
+    if options == {} and not chat:
+        assert sft_data.encode(dict(rows[0]), build_tokenizer(), plan)["input_ids"].count(build_tokenizer().bos_token_id) == 1
+
+
+def test_without_a_template_pairs_stay_text() -> None:
+    tokenizer = build_tokenizer(template=None)
+    assert "no chat template" in Plan().settled(Dataset.from_list([PAIR]), tokenizer)[1]
+    row = sft_data.encode(dict(PAIR), tokenizer, Plan())
+    assert tokenizer.decode(row["input_ids"]) == "<s>What is it?\n Blue.\n</s>"
+
+
 def test_the_named_format_wins() -> None:
     sample = {"text": "Blue.", "messages": [{"role": "user", "content": "?"}]}
     tokenizer = build_tokenizer()
@@ -118,7 +167,7 @@ def test_lengths_are_those_of_a_plain_count() -> None:
 
 def test_trained_tokens_are_marked() -> None:
     tokenizer = build_tokenizer()
-    row = sft_data.encode({"prompt": "What? ", "completion": "Blue."}, tokenizer, Plan())
+    row = sft_data.encode({"prompt": "What? ", "completion": "Blue."}, tokenizer, Plan(text_as_chat=False))
     assert sft_look.rendered(row, tokenizer).plain == "<s>What? ⟦Blue.</s>⟧"
 
 
