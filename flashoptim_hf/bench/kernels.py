@@ -154,7 +154,7 @@ def measure(archs: list[int], kernels: list[Variant], *, peers: bool) -> Report:
     Args:
         archs: 80, 90, 100, ...
         kernels: ours.
-        peers: whether to compile flashoptim's AdamW kernel for the weight formats among `kernels` that it has.
+        peers: whether to compile flashoptim's AdamW kernel beside those of `headline`, where they are among `kernels`.
 
     Raises:
         UnsupportedError: Triton is missing, or is set to interpret.
@@ -166,8 +166,9 @@ def measure(archs: list[int], kernels: list[Variant], *, peers: bool) -> Report:
         for arch in archs:
             case = f"{variant.name}/sm_{arch}"
             add_rows(report, case, "ours", compile_variant(variant, arch), fused.TILE // (32 * fused.NUM_WARPS), variant.element_bytes)
-            if with_peer and variant.rule.name == "adamw" and variant.codec == "log" and variant.dither and variant.master_bits in (0, 24):
-                moved = (2 * variant.param.itemsize + 3, variant.param.itemsize + 3) if variant.master_bits else (10, 6)
+            if with_peer and variant in headline():
+                codes = 3 if variant.master_bits else 2
+                moved = (2 * variant.param.itemsize + codes, variant.param.itemsize + codes)
                 add_rows(report, case, "flashoptim", compile_peer(variant, arch), PEER_BLOCK // (32 * PEER_WARPS), moved)
     return report
 

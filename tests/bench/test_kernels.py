@@ -93,3 +93,17 @@ def test_the_report_holds_both_subjects_and_reproduces_the_peer(tmp_path) -> Non
         assert found[case, "ours", "instructions_per_param"] < 0.7 * found[case, "flashoptim", "instructions_per_param"]
         assert found[case, "ours", "min_access_bits"] == 128
         assert found[case, "ours", "spill_bytes"] == 0
+
+
+def test_the_peer_stands_beside_the_kernels_that_it_has(monkeypatch) -> None:
+    """Of all that `--every` compiles, flashoptim's kernel is counted beside AdamW with bf16 and 24 bits, and with fp32 weights."""
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernels._triton, "require", lambda: None)
+    monkeypatch.setattr(kernels, "compile_variant", lambda variant, arch: variant)
+    monkeypatch.setattr(kernels, "compile_peer", lambda variant, arch: variant)
+    counted = []
+    monkeypatch.setattr(kernels, "add_rows", lambda report, case, subject, binary, elements, moved: counted.append((case, subject, moved)))
+    kernels.measure([90], list(kernels.variants()), peers=True)
+    peers = [(case, moved) for case, subject, moved in counted if subject == "flashoptim"]
+    assert sorted(peers) == [("adamw/log/bf16+24/sm_90", (7, 5)), ("adamw/log/fp32/sm_90", (10, 6))]
+    assert len(counted) > 50
