@@ -99,10 +99,10 @@ def test_the_peer_stands_beside_the_kernels_that_it_has(monkeypatch) -> None:
     """Of all that `--every` compiles, flashoptim's kernel is counted beside AdamW with bf16 and 24 bits, and with fp32 weights."""
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(kernels._triton, "require", lambda: None)
-    monkeypatch.setattr(kernels, "compile_variant", lambda variant, arch: variant)
-    monkeypatch.setattr(kernels, "compile_peer", lambda variant, arch: variant)
+    monkeypatch.setattr(kernels, "compile_variant", lambda *_: None)
+    monkeypatch.setattr(kernels, "compile_peer", lambda *_: None)
     counted = []
-    monkeypatch.setattr(kernels, "add_rows", lambda report, case, subject, binary, elements, moved: counted.append((case, subject, moved)))
+    monkeypatch.setattr(kernels, "add_rows", lambda *what: counted.append((what[1], what[2], what[5])))
     kernels.measure([90], list(kernels.variants()), peers=True)
     peers = [(case, moved) for case, subject, moved in counted if subject == "flashoptim"]
     assert sorted(peers) == [("adamw/log/bf16+24/sm_90", (7, 5)), ("adamw/log/fp32/sm_90", (10, 6))]
