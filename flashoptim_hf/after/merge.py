@@ -46,7 +46,7 @@ def run(
         raise ConfigurationError(f"{out} is there already: name a folder that does not exist, or empty it.")
     loaded = load.load(str(folder), base, load_in_4bit)
     rows = texts.read(prompts) if prompts else list(PROMPTS)
-    ids = [texts.tokens(row, loaded.tokenizer, False, LIMIT) for row in rows]
+    ids = [texts.given(row, loaded.tokenizer, LIMIT) for row in rows]
     ids = [row for row in ids if row]
     reference = [logits(loaded.model, row) for row in ids]
     merged, quantized = merge(loaded, folder)

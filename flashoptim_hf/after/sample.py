@@ -31,12 +31,9 @@ def run(
         raise ConfigurationError("there is nothing to answer: give --prompt TEXT, or --prompts FILE.")
     loaded = load.load(model, base, load_in_4bit)
     for row in rows:
-        if isinstance(row, str) and not raw and loaded.tokenizer.chat_template is not None:
-            row = {"messages": [{"role": "user", "content": row}]}
-        ids = texts.tokens(row, loaded.tokenizer, False, 10**9)
-        typer.echo(
-            f"> {loaded.tokenizer.decode(ids, skip_special_tokens=True).strip()}\n{answer(loaded, ids, tokens, temperature, seed)}\n"
-        )
+        row = {"prompt": row} if isinstance(row, str) else row
+        ids = texts.given(row, loaded.tokenizer, 10**9, raw)
+        typer.echo(f"> {texts.sample(row, loaded.tokenizer, raw).question.strip()}\n{answer(loaded, ids, tokens, temperature, seed)}\n")
 
 
 @torch.no_grad()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # recipe_tiny
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "recipes"), str(ROOT / "recipes")]  # recipe_tiny; sft_data, whose samples are compared
 
 
 @pytest.fixture(scope="session")
