@@ -17,9 +17,12 @@ import psutil
 import torch
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
+from transformers.utils import logging as transformers_logging
 
 from ..errors import CheckpointError
 from . import facts, history, page, planned
+
+logger = transformers_logging.get_logger(__name__)
 
 LOGGERS = ("flashoptim_hf", "transformers", "accelerate", "peft", "trl", "datasets")
 MOST_WARNINGS = 50
@@ -124,7 +127,10 @@ class ReportCallback(TrainerCallback):
             if key in row:
                 self._peaks[name] = max(self._peaks.get(name, 0), row[key])
         if self._plan is not None:
-            self.run.planned = planned.rows(self._plan, kwargs.get("model"), kwargs.get("optimizer"), self._peaks)
+            try:
+                self.run.planned = planned.rows(self._plan, kwargs.get("model"), kwargs.get("optimizer"), self._peaks)
+            except Exception as error:  # as above
+                self._plan, self.run.plan_remark = None, f"What was planned could not be measured: {type(error).__name__}: {error}"
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._finish(f"not at its end when this was written, at step {state.global_step} of {state.max_steps}", state)
@@ -158,7 +164,10 @@ class ReportCallback(TrainerCallback):
             return
         self.run.ended, self.run.step, self.run.max_steps = how, state.global_step, state.max_steps
         self.run.log = state.log_history
-        self.write()
+        try:
+            self.write()
+        except Exception as error:  # a full disk, say, or a log that holds what nobody expects: the training is worth more than its report
+            logger.warning(f"{self.path} could not be written: {type(error).__name__}: {error}")
 
     def _at_exit(self) -> None:
         """The program ends, and the training has not come to its end: an exception left it."""

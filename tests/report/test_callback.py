@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.utils import logging
 
 import flashoptim_hf
+from flashoptim_hf.report import planned
 from flashoptim_hf.report.callback import ReportCallback
 
 MakeTrainer = Callable[..., Trainer]
@@ -170,6 +171,17 @@ def test_other_optimizers_and_models_without_a_plan(make: MakeTrainer, tmp_path:
     assert cells(found, "class")[1] == "LlamaForCausalLM"
     assert "The planner does not know such a run: ConfigurationError" in found.text()
     assert "Optimizer state, and host memory for it" not in found.titles()
+
+
+def test_a_report_that_cannot_be_written_ends_no_training(make: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.html").mkdir()
+    monkeypatch.setattr(planned, "rows", lambda *_: [][0])
+    report = ReportCallback()
+    made = make(report, save_strategy="steps", save_steps=2)
+    made.train()
+    assert made.state.global_step == 4
+    assert any("report.html could not be written: IsADirectoryError" in said for said in report.run.warnings)
+    assert "IndexError" in report.run.plan_remark
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
