@@ -6,6 +6,7 @@ is read anew, for all of them by a few passes that run in C (`map` over a method
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -166,6 +167,18 @@ class Roster:
         self.groups = [number for number, group in enumerate(members) for _ in group]
         self.sharded = not all_plain(self.listed)
         self._sizes = list(map(len, members))
+        self._silent = True
+
+    def warn_of_frozen(self) -> None:
+        """Say once that there is nothing to train: every parameter is frozen, so no step will ever change one."""
+        if self._silent and self.listed and not any(param.requires_grad for param in self.listed):
+            warnings.warn(
+                f"none of this optimizer's {len(self.listed)} parameters has requires_grad=True: its steps change nothing. Give it the "
+                "parameters that are to be trained; adapters must be in training mode (is_trainable=True) when it is made.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+            self._silent = False
 
     def lists(self, members: Sequence[Sequence[Tensor]]) -> bool:
         """Whether the groups still have the same parameters, by identity."""
@@ -198,6 +211,8 @@ class Gradients(Spans):
             if not all(present):
                 self.params, self.groups = list(compress(self.params, present)), list(compress(self.groups, present))
                 grads = list(compress(grads, present))
+                if not grads:
+                    self.roster.warn_of_frozen()
             if self.roster.sharded:
                 grads = list(map(local, grads))
             known = known if known is not None and known.like.holds(grads) else None

@@ -364,3 +364,18 @@ def test_sparse_gradients_are_named() -> None:
 def test_the_word_for_all_plain() -> None:
     assert gradients.all_plain([torch.ones(1), nn.Parameter(torch.ones(1))])
     assert not gradients.all_plain([torch.ones(1), torch.Tensor._make_subclass(type("Other", (Tensor,), {}), torch.ones(1))])
+
+
+def test_frozen_parameters_only_are_said_once() -> None:
+    """A loop over them runs and trains nothing; a step without gradients while something can be trained is no reason to speak."""
+    param = nn.Parameter(torch.ones(4))
+    optimizer = FlashAdamW([param])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    param.requires_grad_(False)
+    with pytest.warns(RuntimeWarning, match="none of this optimizer's 1 parameters has requires_grad=True"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
