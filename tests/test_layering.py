@@ -15,6 +15,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 RANKS = {
     "errors": 0,
     "_triton": 0,
+    "places": 0,
     "codecs": 1,
     "kernels": 2,
     "paging": 3,

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
+from .. import places
 from ..errors import ConfigurationError, UnsupportedError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -54,6 +56,31 @@ def adapter_folder(path: str | Path) -> Path | None:
     return inner[0] if inner else None
 
 
+def find(path: str | Path) -> Path | None:
+    """`adapter_folder` for a user's word: what was taken is said on stderr where it is not what was named.
+
+    Raises:
+        ConfigurationError: there is no such folder; or it holds neither a model nor an adapter, but folders in it do; or see there.
+    """
+    places.check(str(path), "model or an adapter")
+    folder = adapter_folder(path)
+    if folder is not None and folder != Path(path):
+        typer.echo(f"the adapter is {folder}, the only one in {path}", err=True)
+    if folder is None and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        inside = sorted(
+            {str(file.parent) for name in (ADAPTER_CONFIG, "config.json") for file in Path(path).glob(f"*/{name}")}, key=_number
+        )
+        way = f"These do: {', '.join(inside[-places.NAMED :])}." if inside else "Name the folder that a run or a merge has written."
+        raise ConfigurationError(f"{path} holds neither a model (config.json) nor an adapter ({ADAPTER_CONFIG}). {way}")
+    return folder
+
+
+def _number(name: str) -> tuple[str, int]:
+    """For an order in which checkpoint-9 comes before checkpoint-10."""
+    stem, _, number = name.rpartition("-")
+    return (stem, int(number)) if number.isdigit() else (name, 0)
+
+
 def base_of(adapter: Path) -> str:
     """The base model that an adapter's config names.
 
@@ -96,11 +123,21 @@ def load(path: str, base: str | None = None, in_4bit: bool | None = None, device
         base: the adapter's base model; None: the one that it names.
         in_4bit: whether weights are in NF4; None: under an adapter only.
         device: None: the accelerator if there is one, else the CPU.
+
+    Raises:
+        ConfigurationError: see `find`; or the base is not there.
     """
     from transformers import AutoTokenizer
 
-    adapter = adapter_folder(path)
+    adapter = find(path)
     name = base or (path if adapter is None else base_of(adapter))
+    if adapter is not None:
+        try:
+            places.check(name, "base model")
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{error} {'' if base else f'{adapter} names it; '}--base names the place of the adapter's base."
+            ) from error
     device = device or default_device()
     model = load_base(name, torch.bfloat16, adapter is not None if in_4bit is None else in_4bit, device)
     homes = [folder for folder in (adapter, adapter and adapter.parent) if folder and (folder / "tokenizer_config.json").is_file()]

@@ -24,7 +24,7 @@ LIMIT = 256
 
 
 def run(
-    adapter: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The adapter's folder, as a run has left it.")],
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder, as a run has left it.")],
     out: Annotated[Path, typer.Argument(help="Folder for the merged model; must not exist, or be empty.")],
     base: Annotated[str | None, typer.Option(help="The base model; default: the one that the adapter names.")] = None,
     load_in_4bit: Annotated[
@@ -39,7 +39,7 @@ def run(
     from rich.console import Console
     from rich.table import Table
 
-    folder = load.adapter_folder(adapter)
+    folder = load.find(adapter)
     if folder is None:
         raise ConfigurationError(f"{adapter} holds no {load.ADAPTER_CONFIG}: it is not the folder of an adapter.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

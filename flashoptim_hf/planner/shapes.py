@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import places
 from ..errors import ConfigurationError
 
 ARCHITECTURES = ("configs/architectures", str(Path(__file__).resolve().parents[2] / "configs" / "architectures"))
@@ -128,6 +129,9 @@ def read_config(model: str, trust_remote_code: bool = False) -> tuple[Any, str]:
     if stem.lower() in known:
         file = known[stem.lower()]
         return _from_file(file), f"published sizes in configs/architectures/{file.name}"
+    places.check(model, "config.json")
+    if path.is_dir():
+        raise ConfigurationError(f"{model!r} is no folder with a config.json. {places.instead(path / 'config.json')}")
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code), f"the hub's {model}"
     except (OSError, ValueError) as error:

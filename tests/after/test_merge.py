@@ -65,7 +65,26 @@ def test_what_cannot_be_merged_is_said(base: Path, adapter: Path, tmp_path: Path
     assert "is there already" in result.stderr
     result = invoke("merge", adapter, tmp_path / "merged", "--base", tmp_path / "nowhere")
     assert result.exit_code == 2
-    assert "cannot be loaded" in result.stderr
+    assert "nowhere' (from" in result.stderr
+    assert "--base names the place of the adapter's base" in result.stderr
+
+
+def test_the_adapter_that_was_taken_is_named(adapter: Path, tmp_path: Path) -> None:
+    result = invoke("merge", adapter, tmp_path / "merged")
+    assert result.exit_code == 0, result.output
+    assert f"the adapter is {adapter / 'mine'}, the only one in {adapter}" in result.stderr
+
+
+def test_a_folder_of_runs_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
+    for name in ("runs/lamp/checkpoint-9", "runs/lamp/checkpoint-10"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / load.ADAPTER_CONFIG).write_text("{}")
+    result = invoke("merge", tmp_path / "runs" / "lamp", tmp_path / "merged")
+    assert result.exit_code == 2
+    assert "holds neither a model (config.json) nor an adapter" in result.stderr
+    assert "lamp/checkpoint-9, " in result.stderr
+    assert "lamp/checkpoint-10." in result.stderr
+    assert "Name the folder that a run" in invoke("sample", tmp_path / "runs", "--prompt", "x").stderr
 
 
 def test_differences_against_a_plain_count() -> None:
