@@ -50,9 +50,10 @@ def row(page: str, *begins: str) -> list[str]:
 SUBJECTS = {"torchao": "torchao AdamW8bit", "flashoptim": "FlashOptim 0.1.4", "bitsandbytes": "bitsandbytes AdamW8bit"}
 
 
-@pytest.mark.parametrize("subject", ["log", *SUBJECTS])
+@pytest.mark.parametrize("subject", ["log", "joint", *SUBJECTS])
 def test_errors_and_bytes_in_the_readme(subject: str) -> None:
-    cells, found = row("README.md", SUBJECTS.get(subject, "flashoptim_paged_adamw")), results("fidelity")
+    ours = {"log": "flashoptim_paged_adamw", "joint": "the same with"}
+    cells, found = row("README.md", {**ours, **SUBJECTS}[subject]), results("fidelity")
     shown = [number(cells[column]) for column in (1, 3, 4)]
     measured = [found["all", subject, metric] for metric in ("bytes_per_param", "update_error_mean", "update_error_worst")]
     assert all(agrees(*pair) for pair in zip(shown, measured, strict=True)), (shown, measured)
