@@ -27,7 +27,7 @@ help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
 $(VENV)/.base: $(DEPENDENCIES)
-	@echo "==> $(VENV): virtual environment and torch"
+	@echo "==> $(VENV): virtual environment and torch (with what follows 2.8 GB, more with CUDA; pip says nothing for some minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@touch $@

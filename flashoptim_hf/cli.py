@@ -8,7 +8,9 @@ help come from the source text, so that `--help`, `--version` and completion do 
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,10 +56,33 @@ class LazyCommand(TyperCommand):
         module = importlib.import_module("." + self.module.replace("/", "."), __package__)
         single = typer.Typer(add_completion=False)
         single.command(self.name, help=self.help)(module.run)
-        return get_command(single).make_context(info_name, args, parent, **extra)
+        command = get_command(single)
+        for parameter in command.params:
+            if parameter.param_type_name == "argument" and parameter.nargs == 1 and parameter.metavar is None:
+                name = str(parameter.name).upper()
+                parameter.metavar = name
+                usage = name if parameter.required else f"[{name}]"
+                setattr(parameter, "get_usage_pieces", partial(_pieces, usage))  # noqa: B010 (no assignment: it is a method)
+        return command.make_context(info_name, args, parent, **extra)
 
 
-class FolderGroup(TyperGroup):
+def _pieces(usage: str, ctx: Any) -> list[str]:  # noqa: ARG001
+    return [usage]
+
+
+class NamingGroup(TyperGroup):
+    """A group that names the nearest of its commands where there is no such one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None and not ctx.resilient_parsing:
+            there = self.list_commands(ctx)
+            near = difflib.get_close_matches(name, there)
+            ctx.fail(f"No such command {name!r}. " + (f"Is {' or '.join(near)} meant?" if near else f"There are {', '.join(there)}."))
+        return super().resolve_command(ctx, args)
+
+
+class FolderGroup(NamingGroup):
     """The commands that lie in one folder: `cpu_step.py`, if it defines `run`, is the command `cpu-step`."""
 
     def __init__(self, name: str, folder: str) -> None:
@@ -76,7 +101,7 @@ class FolderGroup(TyperGroup):
         return LazyCommand(cmd_name, module, run_help(PACKAGE / f"{module}.py") or "")
 
 
-class Commands(TyperGroup):
+class Commands(NamingGroup):
     """The top level: the entries of `COMMANDS`. Errors that users can act on end the program with their message, without a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .planner.setup import Setup
 
 LAUNCH = "# accelerate launch "
+LEAST = 2**20
+"""Bytes: no GPU or machine has less."""
 
 
 def run(
@@ -49,8 +51,6 @@ def run(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw GPU memory to this image file (needs matplotlib).")] = None,
 ) -> None:
     """Plan a run from the model's config alone: bytes on GPU and host, page traffic, other optimizers beside it, and whether it fits."""
-    from .paging.plan import parse_bytes
-
     given = {
         "full": full,
         "load_in_4bit": load_in_4bit,
@@ -69,10 +69,27 @@ def run(
         "offload": offload,
     }
     values = (from_recipe(config) if config is not None else {}) | {key: value for key, value in given.items() if value is not None}
-    values |= {"gpu_bytes": parse_bytes(gpu) if gpu else None, "ram_bytes": parse_bytes(ram) if ram else None, "link": link}
+    values |= {"gpu_bytes": memory_size("--gpu", gpu), "ram_bytes": memory_size("--ram", ram), "link": link}
     if model is not None:
         values["model"] = model
     show(values, hosts, trust_remote_code, json_file, plot)
+
+
+def memory_size(flag: str, text: str | None) -> int | None:
+    """Bytes of a GPU or a machine from a flag's text; None where it is not given.
+
+    Raises:
+        ConfigurationError: no size, or one below 1 MiB: a number without a unit counts bytes.
+    """
+    from .paging.plan import format_bytes, parse_bytes
+
+    if text is None:
+        return None
+    nbytes = parse_bytes(text)
+    if nbytes < LEAST:
+        hint = f" A number alone counts bytes: write {flag} {text.strip()}GiB." if text.strip().isdecimal() and nbytes else ""
+        raise ConfigurationError(f"{flag} {text} is {format_bytes(nbytes)}, less than the {format_bytes(LEAST)} that is the least.{hint}")
+    return nbytes
 
 
 def show(values: dict[str, Any], hosts: int, trust_remote_code: bool, json_file: Path | None, plot: Path | None) -> None:

@@ -80,6 +80,27 @@ def test_unknown_command_is_named(arguments):
     assert "nope" in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("sampel",), "Is sample meant?"),
+        (("evaluate", "x"), "Is eval meant?"),
+        (("xyzzy",), "There are bench, convert, doctor"),
+        (("bench", "fidelty"), "Is fidelity meant?"),
+    ],
+)
+def test_the_nearest_command_is_named(arguments, said):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_usage_shows_arguments_by_name():
+    assert "sample [OPTIONS] MODEL\n" in invoke("sample").stderr
+    assert "plan [OPTIONS] [MODEL]" in invoke("plan", "--help").stdout
+    assert "convert [OPTIONS] SOURCE TARGET" in invoke("convert", "--help").stdout
+
+
 def test_fidelity_from_end_to_end(gradients, tmp_path):
     files = ("--json", tmp_path / "out" / "f.json", "--plot", tmp_path / "out" / "f.png")
     options = ("--gradients", gradients, "--no-synthetic", "--scales", "1e-8,1e8", "--peers", "none", "--codecs", "log,none")

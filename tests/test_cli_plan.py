@@ -125,3 +125,13 @@ def test_what_is_not_planned_is_refused(tmp_path: Path) -> None:
     file.write_text("model_name_or_path: x\nuse_dora: true\n")
     with pytest.raises(ConfigurationError, match="use_dora"):
         cli_plan.from_recipe(file)
+
+
+@pytest.mark.parametrize(("flag", "text"), [("--gpu", "24"), ("--ram", "64"), ("--gpu", "80")])
+def test_a_number_without_its_unit_is_not_planned_as_bytes(flag: str, text: str, model: Path) -> None:
+    result = plan(model, flag, text)
+    assert result.exit_code == 2
+    assert f"{flag} {text} is {text} B" in result.stderr
+    assert f"write {flag} {text}GiB" in result.stderr
+    assert "GiB" not in plan(model, flag, "512KiB").stderr
+    assert cli_plan.memory_size(flag, str(24 * 2**30)) == 24 * 2**30
