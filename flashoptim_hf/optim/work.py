@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.base import ALIGN
+from ..errors import UnsupportedError
 from ..kernels.rule import DTYPE_CODE, Segments
 from ..paging.store import Page
 from .gradients import Gradients, Likeness, Spans, addresses_of
@@ -188,6 +189,7 @@ class StepPlan:
         self._positions = None if len(first) == len(self._listed) else first
         self.params = [self._listed[i] for i in first]
         self.records: list[Record] = [layout.records[param] for param in self.params]
+        self._numels = np.array([local(param).numel() for param in self._listed], dtype=np.int64)
         self._sharded = any(local(param) is not param for param in self.params)
         self.flat = _Flat([local(param) for param in self.params])
         self.known = gradients.learn()
@@ -218,7 +220,17 @@ class StepPlan:
         )
 
     def begin(self, gradients: Gradients, param_groups: Sequence[dict[str, Any]], rule: Any) -> None:
-        """Read this step's gradients, step counts and scalars."""
+        """Read this step's gradients, step counts and scalars.
+
+        Raises:
+            UnsupportedError: a gradient has another number of elements than its parameter, which kernels would not notice.
+        """
+        if not np.array_equal(gradients.numels, self._numels):
+            at = int(np.flatnonzero(gradients.numels != self._numels)[0])
+            raise UnsupportedError(
+                f"a gradient has shape {tuple(gradients.grads[at].shape)}, and its parameter has {tuple(local(self._listed[at]).shape)} "
+                "now: the parameter was replaced after backward. Call zero_grad() then, and run backward again."
+            )
         self.flat.take(gradients, self._positions)
         self.number(param_groups, rule)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from flashoptim_hf.errors import ConfigurationError
+from flashoptim_hf.errors import ConfigurationError, UnsupportedError
 from flashoptim_hf.optim.adamw import FlashAdamW
 
 CLOSE = 0.03  # relative error of the total update: a few times what the codec `log` reaches on real gradients
@@ -209,6 +209,27 @@ def test_a_model_that_was_converted_to_fp64_is_refused_by_name(first, opt, set_g
     set_gradients([w], 1)
     optimizer.step()
     assert optimizer.state[w]["step"] == 2 - first
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_a_gradient_of_before_the_parameter_was_replaced_is_refused(dtypes, stepped):
+    """Compiled kernels would read on behind its end."""
+    first, second = (nn.Parameter(torch.ones(64, dtype=dtype)) for dtype in dtypes)
+    optimizer = FlashAdamW([first, second])
+    first.grad = torch.ones_like(first)
+    if stepped:
+        optimizer.step()
+    before, second.grad = first.detach().clone(), torch.ones_like(second)
+    second.data = torch.zeros(2, 64, dtype=second.dtype)
+    with pytest.raises(UnsupportedError, match=r"shape \(64,\), and its parameter has \(2, 64\) now"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert not second.any()
+    optimizer.zero_grad()
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    assert second.all()
 
 
 def test_empty_groups_and_empty_tensors(opt, set_gradients):
