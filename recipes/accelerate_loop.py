@@ -16,7 +16,8 @@ from pathlib import Path
 
 import sft_checks
 import sft_data
-import sft_options
+import sft_entry
+import sft_parser
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
@@ -66,7 +67,8 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> None:
 def main() -> None:
     """Train, save, resume."""
     environ = dict(os.environ)
-    (config,) = sft_options.RecipeParser((LoopConfig,), allow_abbrev=False).parse_args_and_config()
+    (config,) = sft_parser.RecipeParser((LoopConfig,), allow_abbrev=False).parse_args_and_config()
+    sft_parser.check_model(config.model_name_or_path)
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.seed)
     accumulation = config.gradient_accumulation_steps
     accelerator = Accelerator(cpu=config.use_cpu, gradient_accumulation_steps=accumulation, dataloader_config=order)
@@ -102,39 +104,43 @@ def main() -> None:
     folder = last_complete_checkpoint(output) if config.resume else None
     step = int(folder.rpartition("-")[2]) if folder else 0
     if folder:
+        accelerator.print(f"resuming from {folder} (step {step})")
         accelerator.load_state(folder)
     elif config.resume and complete.checkpoints(output):
-        raise SystemExit(f"none of the checkpoints in {output} is complete and whole: choose another output_dir, or leave out resume.")
+        raise ConfigurationError(
+            f"none of the checkpoints in {output} is complete and whole: choose another output_dir, or leave out resume."
+        )
     steps_per_epoch = -(-len(loader) // accumulation)
     model.train()
-    while step < config.max_steps:
-        epoch, done = divmod(step, steps_per_epoch)
-        loader.set_epoch(epoch)
-        losses = []
-        for batch in accelerator.skip_first_batches(loader, done * accumulation):
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                losses.append(loss.detach())
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if not accelerator.sync_gradients:
-                continue
-            step += 1
-            mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
-            accelerator.print(f"step {step}: loss {mean!r}")
+    with sft_entry.stoppable(lambda: step, output, "--resume true"):
+        while step < config.max_steps:
+            epoch, done = divmod(step, steps_per_epoch)
+            loader.set_epoch(epoch)
             losses = []
-            if step % config.save_steps == 0 or step == config.max_steps:
-                save(accelerator, output / f"checkpoint-{step}", step)
-            if step == config.max_steps:
-                break
+            for batch in accelerator.skip_first_batches(loader, done * accumulation):
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    losses.append(loss.detach())
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                if not accelerator.sync_gradients:
+                    continue
+                step += 1
+                mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+                accelerator.print(f"step {step}: loss {mean!r}")
+                losses = []
+                if step % config.save_steps == 0 or step == config.max_steps:
+                    save(accelerator, output / f"checkpoint-{step}", step)
+                if step == config.max_steps:
+                    break
     del model  # and what Accelerate has of it: the group of processes that it belongs to is left first otherwise, which can hang
     accelerator.free_memory()
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main()
+    sft_entry.run(main)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import qlora_sft
 import sft_checks
 import sft_data
+import sft_entry
 import sft_options
 import sft_run
 import sft_train
@@ -69,11 +70,11 @@ def check_columns(data: Dataset, name: str) -> Dataset:
 def main() -> None:
     """Read the options, train on preferences, and report."""
     environ = dict(os.environ)  # what the launcher set, before the options below add to it
-    config, args, model_args = make_parser().parse_args_and_config()
+    config, args, model_args = sft_options.read(make_parser())
     sft_run.check_launch(args, environ)
     sft_options.hide_token(args)
     sft_checks.precision(args, model_args)
-    resumed = sft_run.resume_folder(args.resume_from_checkpoint, args.output_dir, config.auto_resume)
+    resumed = sft_run.resumption(args, config.auto_resume)
     args.gradient_checkpointing_kwargs = args.gradient_checkpointing_kwargs or {"use_reentrant": False}
 
     tokenizer = sft_options.load_tokenizer(model_args, args)
@@ -96,10 +97,7 @@ def main() -> None:
     sft_run.lift_fp16(trainer.model, scaled=args.fp16)
     report = ReportCallback()
     trainer.add_callback(report)
-    try:
-        trainer.train(resume_from_checkpoint=resumed)
-    except sft_run.TrainedAlready:
-        trainer.accelerator.print(f"{resumed} is the end of this run: nothing is left to train.")
+    sft_train.train(trainer, resumed)
     if held_out is not None:
         trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
@@ -112,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sft_entry.run(main)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import sft_checks
+import sft_entry
 import sft_options
 import sft_run
 import sft_train
@@ -108,11 +109,11 @@ def load_model(
 def main() -> None:
     """Read the options, fine-tune, and report."""
     environ = dict(os.environ)  # what the launcher set, before the options below add to it
-    config, args, model_args = make_parser().parse_args_and_config()
+    config, args, model_args = sft_options.read(make_parser())
     sft_run.check_launch(args, environ)
     sft_options.hide_token(args)
     sft_checks.precision(args, model_args)
-    resumed = sft_run.resume_folder(args.resume_from_checkpoint, args.output_dir, config.auto_resume)
+    resumed = sft_run.resumption(args, config.auto_resume)
     args.gradient_checkpointing_kwargs = args.gradient_checkpointing_kwargs or {"use_reentrant": False}
     args.include_num_input_tokens_seen = "non_padding"
 
@@ -135,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sft_entry.run(main)

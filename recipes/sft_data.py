@@ -13,10 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import sft_files
 import sft_formats
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template, is_conversational
+
+from flashoptim_hf.errors import ConfigurationError
 
 IGNORED = -100  # the label that the loss leaves out
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}
@@ -97,20 +101,28 @@ def load(source: str, default_split: str = "train") -> Dataset:
     follow a colon (`org/name:train_sft`).
 
     Raises:
-        FileNotFoundError: `source` looks like a file, and there is none.
+        ConfigurationError: there is no such file or data set, or a line of it cannot be read; names the line.
     """
     suffix = Path(source).suffix.lower()
     if suffix in LOADERS:
         if not Path(source).is_file():
-            raise FileNotFoundError(
+            raise ConfigurationError(
                 f"dataset={source!r}: no such file (from {os.getcwd()}). A hub id has none of {sorted(LOADERS)} at its end."
             )
         more = {"sample_by": "paragraph"} if LOADERS[suffix] == "text" else {}
-        return load_dataset(LOADERS[suffix], data_files=source, split="train", **more)
+        try:
+            return load_dataset(LOADERS[suffix], data_files=source, split="train", **more)
+        except (DatasetGenerationError, ValueError) as error:
+            found = sft_files.fault(source) if LOADERS[suffix] == "json" else None
+            said = found or f"dataset={source!r} cannot be read as {suffix}: {error.__cause__ or error}"
+            raise ConfigurationError(said) from error
     if Path(source).exists():
-        raise FileNotFoundError(f"dataset={source!r} is not one of the formats {sorted(LOADERS)}.")
+        raise ConfigurationError(f"dataset={source!r} is not one of the formats {sorted(LOADERS)}.")
     name, _, split = source.partition(":")
-    return load_dataset(name, split=split or default_split)
+    try:
+        return load_dataset(name, split=split or default_split)
+    except (FileNotFoundError, ConnectionError, ValueError) as error:  # no such data set or split, no access, no network
+        raise ConfigurationError(f"dataset={source!r} is no file here, and as a hub id: {' '.join(str(error).split())}") from error
 
 
 def load_splits(dataset: str, eval_dataset: str | None, eval_fraction: float, seed: int) -> tuple[Dataset, Dataset | None]:
@@ -130,11 +142,11 @@ def prepare(
     """Tokenize a data set into the columns `input_ids` and `labels`, and count.
 
     Raises:
-        ValueError: no sample has anything to learn, the columns are of no known format, or the tokenizer has no EOS token.
+        ConfigurationError: no sample has anything to learn, the columns are of no known format, or the tokenizer has no EOS token.
     """
     sft_formats.recognise(data.column_names, plan.form, plan.text_field)
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no EOS token, so the model could not learn to stop; name one with eos_token.")
+        raise ConfigurationError("the tokenizer has no EOS token, so the model could not learn to stop; name one with eos_token.")
     rows = data.map(
         encode,
         fn_kwargs={"tokenizer": tokenizer, "plan": plan},
@@ -145,7 +157,7 @@ def prepare(
     kept = rows.filter(lambda trained: trained > 0, input_columns="trained", desc=f"Checking {name} samples")
     counts = Counts(len(kept), sum(kept["truncated"]), len(rows) - len(kept), sum(map(len, kept["input_ids"])), sum(kept["trained"]))
     if counts.trained == 0:
-        raise ValueError(
+        raise ConfigurationError(
             f"not one of the {len(rows)} {name} samples has a token to learn: no assistant turn, no completion, or prompts that fill "
             f"max_length={plan.max_length}. Check the columns ({', '.join(data.column_names)}) and the maximum length."
         )
@@ -187,7 +199,7 @@ def encode_chat(
     where only assistant turns are learned.
 
     Raises:
-        ValueError: the template has no usable generation markers, and its turns cannot be told apart either.
+        ConfigurationError: the template has no usable generation markers, and its turns cannot be told apart either.
     """
     text = _render(tokenizer, messages, tools)
     if not assistant_only:
@@ -209,7 +221,7 @@ def encode_chat(
     except ValueError:  # trl has no training template for this one either
         marked = None
     if marked is None:
-        raise ValueError(
+        raise ConfigurationError(
             "the chat template has no {% generation %} markers and renders earlier turns differently once a later one follows, so what the "
             "assistant said cannot be found in it. Give a template with markers (chat_template_path), one turn per sample, or "
             "assistant_only_loss=false to train on every token."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 import sft_data
 import sft_formats
 import sft_look
+import sft_parser
 import torch
 from accelerate import PartialState
 from datasets import Dataset
@@ -48,40 +48,28 @@ class RecipeConfig:
     auto_resume: bool = field(default=False, metadata={"help": "The same command goes on from the last complete checkpoint, or starts."})
 
 
-class RecipeParser(TrlParser):
-    """trl's parser, whose error for an unknown key or flag names the nearest that there is."""
-
-    def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        unknown = [key for key in settings if key not in self._options()]
-        if unknown:
-            raise ConfigurationError("; ".join(f"the config file has the key {self._hint(key)}" for key in unknown) + ".")
-        return super().set_defaults_with_config(**settings)
-
-    def parse_args_into_dataclasses(self, args: Any = None, return_remaining_strings: bool = False, **options: Any) -> Any:
-        *found, rest = super().parse_args_into_dataclasses(args, return_remaining_strings=True, **options)
-        unknown = [word.partition("=")[0].removeprefix("--") for word in rest if word.startswith("--")]
-        if rest and not return_remaining_strings:
-            said = [f"the command line has the flag --{self._hint(word)}" for word in unknown] or [
-                f"{rest} on the command line has no flag"
-            ]
-            raise ConfigurationError("; ".join(said) + ".")
-        return (*found, rest) if return_remaining_strings else tuple(found)
-
-    def _options(self) -> set[str]:
-        return {action.dest for action in self._actions} - {"help"}
-
-    def _hint(self, key: str) -> str:
-        near = difflib.get_close_matches(key, self._options(), n=1, cutoff=0.5)
-        return f"{key!r}, which this recipe does not know" + (f"; did you mean {near[0]}?" if near else " (--help lists all)")
-
-
-def make_parser(config: type, training: type, defaults: dict[str, Any]) -> RecipeParser:
+def make_parser(config: type, training: type, defaults: dict[str, Any]) -> TrlParser:
     """A recipe's parser: its own options, trl's training and model options, and the recipe's defaults."""
     flashoptim_hf.register()  # idempotent; without it the parser would not know the optimizer's name
     types: Iterable[Any] = (config, training, ModelConfig)
-    parser = RecipeParser(types, allow_abbrev=False)
+    parser = sft_parser.RecipeParser(types, allow_abbrev=False)
     parser.set_defaults(**defaults, use_cpu=not torch.accelerator.is_available())
     return parser
+
+
+def read(parser: TrlParser) -> Any:
+    """The recipe's options from the command line, after a look at what would otherwise be found wrong when the model is there.
+
+    Returns:
+        the recipe's config, the training arguments and trl's `ModelConfig`.
+
+    Raises:
+        ConfigurationError: a mistake in them, a model's folder that is not there, or bad `optim_args`.
+    """
+    config, args, model_args = parser.parse_args_and_config()
+    sft_parser.check_model(model_args.model_name_or_path)
+    sft_parser.check_optimizer(args)
+    return config, args, model_args
 
 
 def hide_token(args: Any) -> None:
@@ -95,10 +83,15 @@ def hide_token(args: Any) -> None:
 def load_tokenizer(model_args: ModelConfig, args: Any, added: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with the EOS token, the chat template and the `added` tokens that the options name."""
     source = model_args.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code)
+    except OSError as error:  # no such hub id, no access, no network, a folder without a tokenizer
+        raise ConfigurationError(f"model_name_or_path={source!r} cannot be loaded: {' '.join(str(error).split())}") from error
     if getattr(args, "eos_token", None) is not None:
         tokenizer.eos_token = args.eos_token
     if getattr(args, "chat_template_path", None) is not None:
+        if not Path(args.chat_template_path).is_file():
+            raise ConfigurationError(f"chat_template_path={args.chat_template_path!r}: no such file (from {os.getcwd()}).")
         tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
         args.chat_template_path = None  # done; trl would otherwise take it for a model to copy from if it is no .jinja file
     if added:

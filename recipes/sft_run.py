@@ -10,6 +10,7 @@ from typing import Any
 import sft_card
 import sft_checks
 import torch
+from accelerate import PartialState
 from peft import PeftModel, get_peft_model_state_dict
 from rich.console import Console
 from rich.panel import Panel
@@ -83,6 +84,17 @@ def resume_folder(option: Any, output_dir: str, auto: bool = False) -> str | Non
             "saved by this recipe, or not to the end: resume from an earlier checkpoint."
         )
     return str(option)
+
+
+def resumption(args: TrainingArguments, auto: bool = False) -> str | None:
+    """`resume_folder` of these arguments, after saying which checkpoint it is, or that none was found."""
+    folder = resume_folder(args.resume_from_checkpoint, args.output_dir, auto)
+    if folder is not None:
+        mark = complete.read_mark(folder) or {}
+        PartialState().print(f"resuming from {folder} (step {mark.get('step')})")
+    elif auto or args.resume_from_checkpoint is not None:
+        PartialState().print(f"resuming from nothing: no complete checkpoint in {args.output_dir}; the run begins at step 0")
+    return folder
 
 
 class TrainedAlready(Exception):

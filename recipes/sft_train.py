@@ -7,6 +7,7 @@ from typing import Any
 
 import sft_callbacks
 import sft_checks
+import sft_entry
 import sft_run
 from accelerate import PartialState
 from transformers import Trainer
@@ -34,10 +35,7 @@ def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[
     shown = tokenizer.decode(prompt)
     if answers["before"]:
         report.add_sample("before training", shown, answers["before"])
-    try:
-        trainer.train(resume_from_checkpoint=watch.resumed)
-    except sft_run.TrainedAlready:
-        trainer.accelerator.print(f"{watch.resumed} is the end of this run ({trainer.state.global_step} steps): nothing is left to train.")
+    train(trainer, watch.resumed)
     step = trainer.state.global_step
     if stop.stopped:
         trainer.accelerator.print(
@@ -62,6 +60,15 @@ def fine_tune(trainer: Trainer, config: Any, watch: sft_run.Watch, prompt: list[
         report.write()
         sft_run.report_end(trainer, watch, shown, answers, report.path)
     leave(trainer)
+
+
+def train(trainer: Trainer, resumed: str | None) -> None:
+    """The training steps. What is over already, and Ctrl-C, is told what there is."""
+    try:
+        with sft_entry.stoppable(lambda: trainer.state.global_step, trainer.args.output_dir, "--resume_from_checkpoint true"):
+            trainer.train(resume_from_checkpoint=resumed)
+    except sft_run.TrainedAlready:
+        trainer.accelerator.print(f"{resumed} is the end of this run ({trainer.state.global_step} steps): nothing is left to train.")
 
 
 def leave(trainer: Trainer) -> None:

@@ -17,6 +17,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ..errors import ConfigurationError
 
 _PAIRS = {"(": ")", "[": "]"}
+_ELSEWHERE = {
+    "optim_bits": "States are in 8 bits already: codec chooses how, and codec=none keeps them in 32.",
+    "is_paged": "A name with _paged_ in it pages the state, flashoptim_paged_adamw for example.",
+}
+"""Options of bitsandbytes' optimizers -> what there is in their place."""
+
 _EXAMPLE = "Write key=value items with commas between them, for example 'codec=log,page_bytes=32MiB,betas=(0.9,0.95)'"
 
 
@@ -54,7 +60,8 @@ def parse_optim_args(text: str | None, types: Mapping[str, Any], owner: str) -> 
             raise ConfigurationError(f"optim_args item {item!r} is malformed. {_EXAMPLE}. {_known(types, owner)}")
         if key not in types:
             close = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            said = _ELSEWHERE.get(key, f"Did you mean {close[0]}?" if close else "")
+            hint = f" {said}" if said else ""
             raise ConfigurationError(f"optim_args item {item!r}: {owner} has no option {key!r}.{hint} {_known(types, owner)}")
         if key in values:
             raise ConfigurationError(f"optim_args item {item!r}: {key} is given twice. Keep one of them.")

@@ -38,11 +38,11 @@ def test_a_typo_names_the_nearest_key(recipe: Any, tmp_path: Path) -> None:
     file.write_text("learning_rat: 0.5\ndataset_formt: text\nzzzz: 1\n")
     with pytest.raises(ConfigurationError) as caught:
         parse(recipe, "--config", str(file))
-    for part in ("'learning_rat'", "did you mean learning_rate?", "did you mean dataset_format?", "'zzzz'", "--help"):
+    for part in ("learning_rat,", "did you mean learning_rate?", "did you mean dataset_format?", "zzzz,", "--help"):
         assert part in str(caught.value)
-    with pytest.raises(ConfigurationError, match=r"--'learning_rat', .*did you mean learning_rate"):
+    with pytest.raises(ConfigurationError, match=r"flag --learning_rat, .*did you mean --learning_rate\?"):
         parse(recipe, "--learning_rat", "0.5")
-    with pytest.raises(ConfigurationError, match="did you mean max_steps"):
+    with pytest.raises(ConfigurationError, match="did you mean --max_steps"):
         parse(recipe, "--max_stepz=3")
 
 

@@ -15,6 +15,8 @@ from recipe_tiny import BOS, EOS, PAD, build_tokenizer
 from sft_data import IGNORED, Plan
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from flashoptim_hf.errors import ConfigurationError
+
 CHAT = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is blue."}]}
 TURNS = {
     "messages": [
@@ -271,10 +273,10 @@ def test_files(tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
+    with pytest.raises(ConfigurationError, match=r"nothing\.jsonl"):
         sft_data.load(str(tmp_path / "nothing.jsonl"))
     (tmp_path / "data.xml").write_text("x")
-    with pytest.raises(FileNotFoundError, match="formats"):
+    with pytest.raises(ConfigurationError, match="formats"):
         sft_data.load(str(tmp_path / "data.xml"))
 
 
