@@ -22,6 +22,10 @@ VARIABLES = ("ACCELERATE_", "CUDA_VISIBLE_DEVICES", "FSDP_", "HIP_VISIBLE_DEVICE
 """Beginnings of the environment variables that are shown; none of them holds a secret."""
 
 PINNED_TRY = 1 << 20
+GAP = 1e-2
+"""Largest difference of a step from plain torch, over its size, that is rounding: fused steps differ by some 1e-5."""
+
+RECIPES = ("peft", "bitsandbytes", "datasets", "trl")
 Section = dict[str, Any]
 
 
@@ -57,7 +61,7 @@ def examine() -> dict[str, Section]:
             "system": f"{platform.platform()}, {os.cpu_count()} processors, torch uses {torch.get_num_threads()} threads",
         },
         "versions": {name: _version(name) for name in PACKAGES},
-        "host memory": _memory(),
+        "host memory": _memory(bool(found)),
         "devices": {str(device): _device(device) for device in found} or {"none": "the CPU alone: state is on the host, nothing is moved"},
         "compilers": {name: _tool(name) for name in ("cc", "gcc", "clang", "ptxas", "nvcc")},
         "paths": {str(device): _path(device) for device in [*found, torch.device("cpu")]},
@@ -65,7 +69,53 @@ def examine() -> dict[str, Section]:
     }
     shown = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     report["environment"] = shown or {"none": "of " + ", ".join(VARIABLES)}
+    report["verdict"] = verdict(report, [str(device) for device in found])
     return report
+
+
+def verdict(report: dict[str, Section], devices: list[str]) -> Section:
+    """Three lines at most: what works here, what to look at, what to do next.
+
+    Args:
+        report: the other sections.
+        devices: names of the accelerators.
+    """
+    paths, fits = report["paths"], report["transformers"]
+    broken = [name for name, said in paths.items() if "FAILS" in said]
+    works = [name for name in [*devices, "cpu"] if name not in broken]
+    faults = [f"a step on {name} fails (see paths)" for name in broken]
+    faults += [f"{name}: {said.partition(':')[0]} (see transformers)" for name, said in fits.items() if not _whole(said)]
+    faults += [
+        f"no memory can be pinned for {name}, copies are slower (see devices)" for name in devices if "works" not in report["devices"][name]
+    ]
+    faults += [f"no Triton: {name} is updated by plain torch" for name in devices if "plain torch: Triton" in paths[name]]
+    if "was not built" in paths["cpu"] and not devices:
+        faults.append(
+            "no compiled path: a C compiler (apt install gcc), then pip install again, makes steps on this CPU tens of times faster"
+        )
+    absent = [name for name in RECIPES if report["versions"][name] == "absent"]
+    found: Section = {"works": "nothing" if not works else f"training on {', '.join(works)}"}
+    if works and not devices:
+        found["works"] += "; without a GPU that is for small models"
+    if faults:
+        found["look at"] = "; ".join(faults)
+    if broken:
+        found["next"] = "report it, with this text"
+    elif absent:
+        found["next"] = f"pip install 'flashoptim-hf[recipes]' ({', '.join(absent)} absent: the recipes need them)"
+    elif devices:
+        found["next"] = (
+            "flashoptim-hf plan MODEL --gpu 24GiB --ram 64GiB (the sizes are under devices and host memory), then docs/getting-started.md"
+        )
+    else:
+        found["next"] = "make demo; and flashoptim-hf plan MODEL --gpu 24GiB says what a model would take on a GPU"
+    return found
+
+
+def _whole(said: str) -> bool:
+    """Whether "5 of 6 ..." tells that all are there."""
+    have, _, rest = said.partition(" of ")
+    return have == rest.partition(" ")[0]
 
 
 def _version(name: str) -> str:
@@ -75,14 +125,15 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def _memory() -> Section:
+def _memory(pins: bool) -> Section:
+    """`pins`: whether there is a device that memory is pinned for."""
     from .paging import host_limits
     from .paging.plan import format_bytes
 
     memory = host_limits.host_memory()
     return {
         "available": f"{format_bytes(memory.available)} of {format_bytes(memory.total)}, limited by {memory.source}",
-        "locked memory": host_limits.locked_text(),
+        "locked memory": host_limits.locked_text() + ("" if pins else ", which does not matter here: nothing is pinned without a GPU"),
         "processes of this job here": host_limits.local_ranks(),
     }
 
@@ -133,6 +184,8 @@ def _path(device: Any) -> str:
         gap = _step_against_eager(device)
     except Exception as error:
         return f"{why}; a step FAILS: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if not gap <= GAP:  # nan is none either
+        return f"{why}; a step FAILS: it differs from plain torch by {gap:.1e} of its size"
     return f"{why}; a step differs from plain torch by {gap:.1e} of its size"
 
 
