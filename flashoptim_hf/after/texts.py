@@ -10,6 +10,7 @@ Forms with an answer are rendered as the recipes render them for training: with 
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from dataclasses import dataclass, replace
@@ -61,20 +62,35 @@ class Encoded:
 
 
 def read(path: Path) -> list[Any]:
-    """Rows of a file: mappings of a .jsonl or .json file, else its lines that are not empty.
+    """Rows of a file: mappings of a .jsonl, .json or .csv file, else its lines that are not empty.
 
     Raises:
         ConfigurationError: there is nothing in it, or it is not what its name says.
     """
-    text = path.read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.strip()]
+    if path.suffix == ".parquet":
+        raise ConfigurationError(f"{path} is Parquet, which is not read here: write it as JSON lines (to_json of a datasets.Dataset does).")
     try:
-        rows = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else json.loads(text) if path.suffix == ".json" else lines
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not JSON{' lines' if path.suffix == '.jsonl' else ''}: {error}.") from error
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not UTF-8 text: {error}.") from error
+    if path.suffix == ".jsonl":
+        rows: Any = [_parse(line, f"{path}, line {i},") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    elif path.suffix == ".json":
+        rows = _parse(text, str(path)) if text.strip() else []
+    elif path.suffix == ".csv":
+        rows = list(csv.DictReader(text.splitlines(keepends=True)))
+    else:
+        rows = [line for line in text.splitlines() if line.strip()]
     if not rows:
         raise ConfigurationError(f"{path} is empty: one text a line, or JSON lines, is needed.")
     return rows if isinstance(rows, list) else [rows]
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{place} is not JSON: {error}.") from error
 
 
 def sample(row: Any, tokenizer: Any, raw: bool = False) -> Sample:

@@ -130,6 +130,24 @@ def test_answers_are_what_the_recipe_learns(name: str | None) -> None:
             assert texts.given(row, tokenizer, 1024) == sft_data.prompt_ids(row, tokenizer, plan)
 
 
+def test_files_are_what_their_names_say(tmp_path: Path) -> None:
+    def file(name: str, text: str) -> Path:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path / name
+
+    row = {"prompt": "a\u2028b", "completion": "c"}  # a line separator that is none of JSON lines
+    assert texts.read(file("a.jsonl", json.dumps(row, ensure_ascii=False) + "\n\n")) == [row]
+    assert texts.read(file("a.json", json.dumps([row, row]))) == [row, row]
+    assert texts.read(file("a.csv", 'prompt,completion\n"one, and\ntwo",2\n')) == [{"prompt": "one, and\ntwo", "completion": "2"}]
+    with pytest.raises(ConfigurationError, match=r"b\.jsonl, line 2, is not JSON"):
+        texts.read(file("b.jsonl", '{"text": "a"}\n{"text": \n'))
+    with pytest.raises(ConfigurationError, match="is Parquet"):
+        texts.read(file("a.parquet", "x"))
+    (tmp_path / "latin.txt").write_bytes(b"\xe4\xf6")
+    with pytest.raises(ConfigurationError, match="not UTF-8"):
+        texts.read(tmp_path / "latin.txt")
+
+
 def test_prompts_that_are_rendered_already_stay_as_they_are() -> None:
     tokenizer = build_tokenizer()
     row = {"prompt": "<s><|turn|>user\nWhich?</s>\n<|turn|>assistant\n", "completion": "This."}
