@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..codecs import weight_split
 from ..codecs.base import ALIGN
+from ..errors import ConfigurationError
 from ..kernels.rule import Format, Segments
 from ..paging.streams import Backend
 from .layout import Layout
@@ -68,7 +69,13 @@ class Health:
         self._behind = 0
 
     def ask(self, groups: int) -> None:
-        """Look at `groups` groups of 64 elements of every parameter in the next step."""
+        """Look at `groups` groups of 64 elements of every parameter in the next step; 0: do not.
+
+        Raises:
+            ConfigurationError: a number below 0.
+        """
+        if groups < 0:
+            raise ConfigurationError(f"examine: groups={groups} must be at least 0.")
         self._groups = groups
 
     def begin(self, plan: StepPlan, layout: Layout) -> None:
@@ -160,6 +167,7 @@ class _Sample:
         self._fmt: Format = work.pool.fmt
         self._segments = segments
         numels = work.rows[:, NUMEL].tolist()
+        span = min(span, -(-max(numels) // ALIGN) * ALIGN)
         self._runs = []
         for numel in numels:
             at = (look * span) % max(numel - span + ALIGN, 1) // ALIGN * ALIGN

@@ -116,7 +116,13 @@ class _Flat:
         self.grad_addresses, self.grad_types = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
 
     def take_one(self, i: int, grad: Tensor) -> None:
-        """`take` for one parameter."""
+        """`take` for one parameter.
+
+        Raises:
+            UnsupportedError: as `StepPlan.begin`.
+        """
+        if grad.numel() != self.params[i].numel():
+            raise _misfit(grad, self.params[i])
         if i in self.strided:
             self.params[i] = self.sources[i].contiguous()
             self.addresses[i] = self.params[i].data_ptr()
@@ -143,6 +149,13 @@ class _Flat:
 def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether these are the same tensors in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _misfit(grad: Tensor, param: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"a gradient has shape {tuple(grad.shape)}, and its parameter has {tuple(param.shape)} now: the parameter was replaced after its "
+        "forward or backward pass. Call zero_grad() then, and run both again."
+    )
 
 
 class _Entries:
@@ -227,10 +240,7 @@ class StepPlan:
         """
         if not np.array_equal(gradients.numels, self._numels):
             at = int(np.flatnonzero(gradients.numels != self._numels)[0])
-            raise UnsupportedError(
-                f"a gradient has shape {tuple(gradients.grads[at].shape)}, and its parameter has {tuple(local(self._listed[at]).shape)} "
-                "now: the parameter was replaced after backward. Call zero_grad() then, and run backward again."
-            )
+            raise _misfit(gradients.grads[at], local(self._listed[at]))
         self.flat.take(gradients, self._positions)
         self.number(param_groups, rule)
 

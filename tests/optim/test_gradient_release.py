@@ -432,6 +432,18 @@ def test_a_gradient_that_comes_back_is_refused() -> None:
         optimizer.step()
 
 
+def test_a_gradient_of_before_the_parameter_was_replaced_is_refused() -> None:
+    """Compiled kernels would read on behind its end."""
+    weight = nn.Parameter(torch.ones(8, 8))
+    optimizer = FlashAdamW([weight], gradient_release=True)
+    loss = nn.functional.linear(torch.ones(1, 8), weight).sum()
+    weight.data = torch.zeros(800, 8)
+    with pytest.raises(UnsupportedError, match=r"shape \(8, 8\), and its parameter has \(800, 8\) now"):
+        loss.backward()
+    assert not weight.any()
+    assert optimizer.state[weight]["step"] == 0
+
+
 def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(70, 4, sparse=True)
     optimizer = FlashAdamW(table.parameters(), gradient_release=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flashoptim_hf.errors import ConfigurationError
 from flashoptim_hf.optim import finite
 from flashoptim_hf.optim.adamw import FlashAdamW
 from flashoptim_hf.optim.base import FlashOptimizer
@@ -163,6 +164,20 @@ def test_every_part_of_a_tensor_has_its_turn() -> None:
         seen.append(found.swallowed)
         assert found.looked_at == 64
     assert 0 < sum(share > 0.9 for share in seen) < len(seen)
+
+
+def test_more_groups_than_there_are_take_no_more_memory() -> None:
+    """Every element is looked at, and tables are no wider than tensors are: this many groups would be 2^61 bytes for each tensor."""
+    optimizer, params = run(steps=2, look=False)
+    optimizer.examine(2**53)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    found = optimizer.findings()
+    assert found is not None
+    assert [finding.looked_at for finding in found] == [p.numel() for p in params]
+    with pytest.raises(ConfigurationError, match="groups=-1"):
+        optimizer.examine(-1)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
