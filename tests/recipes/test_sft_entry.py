@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,15 @@ def test_a_bug_is_left_alone() -> None:
         with pytest.raises(type(error)) as caught:
             sft_entry.run(raises(error))
         assert caught.value is error
+
+
+def test_of_warnings_the_one_about_a_spelling_is_left_out(recwarn: pytest.WarningsRecorder) -> None:
+    def main() -> None:
+        for name in ("gradient_checkpointing", "is_gradient_checkpointing", "another_option"):
+            warnings.warn(f"`{name}` is deprecated and will be removed in v6.", FutureWarning, stacklevel=1)
+
+    sft_entry.run(main)
+    assert [str(warning.message).split()[0] for warning in recwarn] == ["`another_option`"]
 
 
 def test_ctrl_c_says_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
