@@ -61,21 +61,25 @@ def lines(file: str, found: dict[str, Any]) -> list[str]:
     whole = found.get("all_tokens")
     what = "" if whole is None else " of answers"
     said = [
-        f"{file}: {found['texts']} texts, {found['tokens']} tokens{what} predicted, loss {found['loss']:.4f}, "
+        f"{file}: {_texts(found['texts'])}, {found['tokens']} tokens{what} predicted, loss {found['loss']:.4f}, "
         f"perplexity {found['perplexity']:.3f}"
     ]
     if whole is not None:
         said.append(
-            f"over all {whole['tokens']} tokens of {whole['texts']} texts, prompts included: loss {whole['loss']:.4f}, "
+            f"over all {whole['tokens']} tokens of {_texts(whole['texts'])}, prompts included: loss {whole['loss']:.4f}, "
             f"perplexity {whole['perplexity']:.3f}"
         )
     if found["unmarked"]:
         said.append(
-            f"in {found['unmarked']} texts the chat template hides where answers begin: of those, no token counts as an answer."
+            f"in {_texts(found['unmarked'])} the chat template hides where answers begin: of those, no token counts as an answer."
             if whole is not None
             else "every token is counted: the chat template hides where answers begin."
         )
     return said
+
+
+def _texts(count: int) -> str:
+    return f"{count} text{'s' * (count != 1)}"
 
 
 @torch.no_grad()
