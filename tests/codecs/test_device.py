@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +12,13 @@ import pytest
 pytest.importorskip("triton")
 
 from flashoptim_hf.codecs import device
+from tests.interpreted import run_interpreted
 
 CASES = Path(__file__).with_name("device_interpreted.py")
 
 
 def test_the_plain_forms() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    run_interpreted(CASES)
 
 
 def prmt(a: int, b: int, selector: int) -> int:

@@ -12,7 +12,7 @@ from flashoptim_hf.codecs.joint import FINE_ENTRIES, lattice
 from flashoptim_hf.kernels import cpu, eager
 from flashoptim_hf.kernels.rule import Format, Segment
 from flashoptim_hf.optim.adamw import RULE
-from tests.kernels.test_cpu import CASES, ISAS, LIBRARY, SIZES, VARIANTS, Page
+from tests.kernels.test_cpu import CASES, ISAS, LIBRARY, SIZES, VARIANTS, Page, assert_threads_change_no_bits
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the compiled library was not built: no C compiler")
 
@@ -94,20 +94,7 @@ def test_only_the_segments_are_touched(isa):
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_threads_do_not_change_bits(isa):
-    results = []
-    for threads in (1, 2, 5):
-        page = Page(fmt(24), torch.bfloat16, torch.float32)
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            for _ in range(3):
-                cpu.update_page(page.planes, page.segments(), page.fmt, isa=isa)
-        finally:
-            torch.set_num_threads(before)
-        results.append(page)
-    for other in results[1:]:
-        for a, b in zip(results[0].planes + results[0].params, other.planes + other.params, strict=True):
-            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert_threads_change_no_bits(fmt(24), isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,16 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.interpreted import run_interpreted
+
 CASES = Path(__file__).with_name("momentum_interpreted.py")
 
 
 def test_the_fused_kernel_equals_the_eager_path() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    run_interpreted(CASES)
 
 
 # (instructions, of them on the special-function pipe) per parameter; AdamW takes 85 and 67 on sm_90
