@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import NoReturn
 
 from flashoptim_hf.errors import ConfigurationError, FlashOptimError
 from flashoptim_hf.trainer import complete
+
+WAIT = 10.0  # seconds
 
 
 def run(main: Callable[[], None]) -> None:
@@ -34,9 +37,13 @@ def run(main: Callable[[], None]) -> None:
 def _leave(error: BaseException, sentence: str, status: int) -> NoReturn:
     sys.last_value = error  # as Python sets it with a traceback: the report names what ended the run
     sys.stdout.flush()
-    # a wrong option is wrong in each process; what else ends one of them may be its own
-    if os.environ.get("LOCAL_RANK", "0") == "0" or not isinstance(error, ConfigurationError | KeyboardInterrupt):
-        print(f"\n{sentence}", file=sys.stderr, flush=True)
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0" and isinstance(error, ConfigurationError):
+        # A wrong option is wrong in each process, and the first one says it: the launcher ends the others then, and ends the first one
+        # before it has said it if another is faster. Who is still there after the wait has a mistake of its own.
+        time.sleep(WAIT)
+    if rank == "0" or not isinstance(error, KeyboardInterrupt):
+        print(f"\n{'' if rank == '0' else f'[local rank {rank}] '}{sentence}", file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 

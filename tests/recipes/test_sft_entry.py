@@ -47,8 +47,13 @@ def test_an_error_of_the_package_is_its_sentence(monkeypatch: pytest.MonkeyPatch
     wrong = ConfigurationError("x=1 is wrong; use 2.")
     assert ended(raises(wrong), monkeypatch, capsys) == (1, "\nerror: x=1 is wrong; use 2.\n")
     assert sys.last_value is wrong
-    assert ended(raises(wrong), monkeypatch, capsys, rank="1") == (1, "")
-    assert ended(raises(CheckpointError("damaged")), monkeypatch, capsys, rank="1") == (1, "\nerror: damaged\n")
+    waited: list[float] = []
+    monkeypatch.setattr(sft_entry.time, "sleep", waited.append)
+    assert ended(raises(CheckpointError("damaged")), monkeypatch, capsys, rank="1") == (1, "\n[local rank 1] error: damaged\n")
+    assert waited == []
+    assert ended(raises(wrong), monkeypatch, capsys, rank="1") == (1, "\n[local rank 1] error: x=1 is wrong; use 2.\n")
+    assert waited == [sft_entry.WAIT]
+    assert ended(raises(KeyboardInterrupt()), monkeypatch, capsys, rank="1") == (130, "")
 
 
 def test_a_bug_is_left_alone() -> None:
