@@ -53,10 +53,12 @@ class GradientCapture(TrainerCallback):
     ) -> None:
         self.file = Path(file)
         self.patterns = None if tensors is None else [tensors] if isinstance(tensors, str) else list(tensors)
-        self.steps = frozenset(steps)
+        # a range may reach far beyond the last step
+        self.steps: range | frozenset[int] = steps if isinstance(steps, range) else frozenset(steps)
         self.elements = elements
-        if elements < 1 or not self.steps or min(self.steps) < 1:
-            raise ConfigurationError(f"GradientCapture: elements={elements} and steps={sorted(self.steps)[:3]} must be 1 or more.")
+        first = min(self.steps[0], self.steps[-1]) if isinstance(self.steps, range) and self.steps else min(self.steps, default=0)
+        if elements < 1 or first < 1:
+            raise ConfigurationError(f"GradientCapture: elements={elements} and steps from {first} must be 1 or more, and steps not empty.")
         self.kept = 0
         self.left_out = 0
         self._params: dict[str, Tensor] = {}

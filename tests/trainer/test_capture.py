@@ -82,10 +82,14 @@ def test_names_are_chosen_by_pattern_or_by_kind():
         choose({}, None)
 
 
-@pytest.mark.parametrize("wrong", [{"elements": 0}, {"steps": []}, {"steps": [0, 1]}])
+@pytest.mark.parametrize("wrong", [{"elements": 0}, {"steps": []}, {"steps": [0, 1]}, {"steps": range(0)}, {"steps": range(9, -1, -1)}])
 def test_sizes_and_steps_begin_at_one(wrong, tmp_path):
     with pytest.raises(ConfigurationError, match="must be 1 or more"):
         GradientCapture(tmp_path / "g", **wrong)
+
+
+def test_all_steps_there_may_ever_be_are_no_list(tmp_path):
+    assert 10**12 in GradientCapture(tmp_path / "g", steps=range(1, 2**62)).steps
 
 
 def test_a_wrong_name_stops_the_run_before_its_first_step(make_trainer, tmp_path):
