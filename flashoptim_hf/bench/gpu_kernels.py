@@ -40,6 +40,8 @@ WEIGHT_ROUNDING = {"bf16+24": 2.0**-14, "bf16+32": 2.0**-21, "fp32": 2.0**-21, "
 """How far two weights may be apart, relative to the weight: one step of the format, and a little."""
 UPDATE_ROUNDING = 1e-3
 """And relative to lr: the device's reciprocal and square root are approximate, to about 1e-6."""
+FEEDBACK = 0.2
+"""And, with `joint`, where codes differ: what one code of u is worth at most."""
 PATH_SIZES = ((300, 257), (64, 64), (7,), (100_000,))
 PATH_PAGE = "64KiB"
 PATH_STEPS = 20
@@ -124,7 +126,8 @@ def _one_step(machine: Machine, case: str, name: str, readable: FlashAdamW, fast
         optimizer.step()
     most, different, codes, constants, weights, excess = 0, 0, 0, 0.0, 0.0, 0.0
     for a, b in zip(_params(readable), _params(fast), strict=True):
-        # m is stored relative to what v decodes to: where v fell to another side of a rounding boundary, its code says something else
+        # m is stored relative to what v decodes to, and to the largest of its group: where v fell to another side of a rounding boundary,
+        # the codes of m in that group say something else
         same = torch.ones(a.numel(), dtype=torch.bool, device=a.device)
         for key, plane in reversed(readable.state[a].items()):
             other = fast.state[b][key]
@@ -137,13 +140,15 @@ def _one_step(machine: Machine, case: str, name: str, readable: FlashAdamW, fast
                 apart = (plane.int() - other.int()).abs().flatten()
                 different, codes = different + int((apart > 0).sum()), codes + apart.numel()
                 if len(apart) == len(same):
-                    most, same = max(most, int((apart * same.to(apart.device)).max())), same & (apart == 0).to(same.device)
+                    most, same = max(most, int((apart * same.to(apart.device)).max())), same & _equal_groups(apart).to(same.device)
                 else:
                     most = max(most, int(apart.max()))
         first, second = (optimizer.decoded_state(p)["master_weight"].double() for optimizer, p in ((readable, a), (fast, b)))
-        apart = (first - second).abs()
+        apart = (first - second).abs().flatten()
+        # what rounding took from m is made up for in the weight, so that another code is another weight
+        fed_back = FEEDBACK * LR * (~same).to(apart) if "joint" in case else 0
         weights = max(weights, float(apart.max()) / LR)
-        excess = max(excess, float((apart - WEIGHT_ROUNDING[name] * first.abs() - UPDATE_ROUNDING * LR).max()))
+        excess = max(excess, float((apart - WEIGHT_ROUNDING[name] * first.abs().flatten() - UPDATE_ROUNDING * LR - fed_back).max()))
     share = different / max(codes, 1)
     machine.add(case, "ours", "largest_code_difference", most)
     machine.add(case, "ours", "share_of_codes_that_differ", share)
@@ -151,6 +156,12 @@ def _one_step(machine: Machine, case: str, name: str, readable: FlashAdamW, fast
     machine.add(case, "ours", "largest_weight_difference", weights, "lr")
     machine.check(case, "codes_agree", most <= 1 and share <= MOST_CODES)
     machine.check(case, "weights_agree", excess <= 0)
+
+
+def _equal_groups(apart: Tensor, group: int = 64) -> Tensor:
+    """For each element, whether all codes of its group are equal; no codec's group is larger."""
+    padded = torch.nn.functional.pad(apart, (0, -len(apart) % group)).view(-1, group)
+    return (padded.amax(dim=1) == 0).repeat_interleave(group)[: len(apart)]
 
 
 def snapshot(optimizer: FlashAdamW) -> list[Tensor]:
