@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from flashoptim_hf.after.texts import chat_messages, text_of, turn_of
 from flashoptim_hf.errors import ConfigurationError
 
 AUTO = "auto"
 NEEDED = {"prompt_completion": ("prompt", "completion"), "messages": ("messages",), "alpaca": ("instruction", "output"), "text": ("text",)}
 """Format -> the columns that it must have. Where several fit, the first is meant."""
 
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 Example = dict[str, Any]
 
 
@@ -67,29 +67,23 @@ def standard(example: Example, form: str, chat: bool, text_field: str = "text") 
         text_field: the column of plain text.
     """
     if form == "text":
-        return {text_field: _text(example[text_field])}
+        return {text_field: text_of(example[text_field])}
     tools = {"tools": example["tools"]} if example.get("tools") else {}
     if form == "messages":
-        return {"messages": _messages(example.get("messages") or example.get("conversations") or []), **tools}
+        return {"messages": chat_messages(example.get("messages") or example.get("conversations") or []), **tools}
     if form == "alpaca":
         return _alpaca(example, chat)
     sides = {side: example[side] for side in NEEDED["prompt_completion"]}
     if all(isinstance(value, list) for value in sides.values()):
-        return {**{side: _messages(value) for side, value in sides.items()}, **tools}
-    text = {side: _text(value) for side, value in sides.items()}
+        return {**{side: chat_messages(value) for side, value in sides.items()}, **tools}
+    text = {side: text_of(value) for side, value in sides.items()}
     if not chat or not text["completion"].strip():  # a turn without a word would teach to say nothing
         return text
-    return {side: [{"role": role, "content": _turn(text[side])}] for side, role in zip(sides, ("user", "assistant"), strict=True)}
-
-
-def _turn(text: str) -> str:
-    """What a turn says: text without the line breaks and the one blank that joined it to the other. An indentation stays."""
-    text = text.rstrip().lstrip("\r\n")
-    return text[1:] if text.startswith(" ") and not text.startswith("  ") else text
+    return {side: [{"role": role, "content": turn_of(text[side])}] for side, role in zip(sides, ("user", "assistant"), strict=True)}
 
 
 def _alpaca(example: Example, chat: bool) -> Example:
-    instruction, given, output = (_text(example.get(name)) for name in ("instruction", "input", "output"))
+    instruction, given, output = (text_of(example.get(name)) for name in ("instruction", "input", "output"))
     if chat:
         system = [{"role": "system", "content": example["system"]}] if example.get("system") else []
         question = f"{instruction}\n\n{given}" if given.strip() else instruction
@@ -97,17 +91,3 @@ def _alpaca(example: Example, chat: bool) -> Example:
     parts = [("Instruction", instruction), *([("Input", given)] if given.strip() else [])]
     heads = "".join(f"### {head}:\n{text}\n\n" for head, text in parts)
     return {"prompt": f"{heads}### Response:\n", "completion": output}
-
-
-def _messages(messages: list[Example]) -> list[Example]:
-    """Messages with `role` and `content`, under the roles' usual names."""
-    named = [
-        {"role": message["from"], "content": message["value"]} if "from" in message and "role" not in message else message
-        for message in messages
-    ]
-    return [{**message, "role": ROLES.get(message["role"], message["role"])} for message in named]
-
-
-def _text(value: Any) -> str:
-    """A cell as text: a CSV file's numbers are numbers, and an empty cell is None."""
-    return "" if value is None else str(value)

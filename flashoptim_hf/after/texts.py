@@ -115,13 +115,13 @@ def sample(row: Any, tokenizer: Any, raw: bool = False) -> Sample:
         return Sample([*asked, *said], len(asked), tools=tools)
     talk = row.get("messages") or row.get("conversations")
     if talk and not {"prompt", "completion"} <= row.keys():
-        return Sample(_messages(talk), tools=tools)
+        return Sample(chat_messages(talk), tools=tools)
     if "prompt" in row and ("completion" in row or "instruction" not in row):
         return _pair(row, None if raw else tokenizer)
     if "instruction" in row:
         return _alpaca(row, not raw and tokenizer.chat_template is not None)
     if "text" in row:
-        return Sample(text=_text(row["text"]))
+        return Sample(text=text_of(row["text"]))
     raise ConfigurationError(f"a row has the columns {', '.join(sorted(row))}; needed are {NEEDED}.")
 
 
@@ -235,16 +235,16 @@ def _turns(found: Sample) -> list[int]:
 
 def _pair(row: dict[str, Any], tokenizer: Any) -> Sample:
     """A prompt of text and perhaps its answer: as messages where there is a tokenizer with a chat template."""
-    prompt, answer = _text(row["prompt"]), None if row.get("completion") is None else _text(row["completion"])
+    prompt, answer = text_of(row["prompt"]), None if row.get("completion") is None else text_of(row["completion"])
     chat = tokenizer is not None and tokenizer.chat_template is not None
     if chat and (answer is None or answer.strip()):
         special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         if not any(token in prompt for token in special):
-            return _asked([], _turn(prompt), None if answer is None else _turn(answer))
+            return _asked([], turn_of(prompt), None if answer is None else turn_of(answer))
     return Sample(text=prompt, answer=answer)
 
 
-def _turn(text: str) -> str:
+def turn_of(text: str) -> str:
     """What a turn says: text without the line breaks and the one blank that joined it to the other. An indentation stays."""
     text = text.rstrip().lstrip("\r\n")
     return text[1:] if text.startswith(" ") and not text.startswith("  ") else text
@@ -257,8 +257,8 @@ def _asked(system: list[Message], question: str, answer: str | None) -> Sample:
 
 
 def _alpaca(row: dict[str, Any], chat: bool) -> Sample:
-    instruction, more = _text(row["instruction"]), _text(row.get("input"))
-    output = None if row.get("output") is None else _text(row["output"])
+    instruction, more = text_of(row["instruction"]), text_of(row.get("input"))
+    output = None if row.get("output") is None else text_of(row["output"])
     if chat:
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         return _asked(system, f"{instruction}\n\n{more}" if more.strip() else instruction, output)
@@ -268,10 +268,10 @@ def _alpaca(row: dict[str, Any], chat: bool) -> Sample:
 
 def _as_messages(value: Any, role: str) -> list[Message]:
     """A list of messages as it is; text as one message of a role; nothing where there is nothing."""
-    return _messages(value) if isinstance(value, list) else [{"role": role, "content": _text(value)}] if value is not None else []
+    return chat_messages(value) if isinstance(value, list) else [{"role": role, "content": text_of(value)}] if value is not None else []
 
 
-def _messages(messages: list[Message]) -> list[Message]:
+def chat_messages(messages: list[Message]) -> list[Message]:
     """Messages with `role` and `content`, under the roles' usual names."""
     named = [
         {"role": message["from"], "content": message["value"]} if "from" in message and "role" not in message else message
@@ -280,5 +280,6 @@ def _messages(messages: list[Message]) -> list[Message]:
     return [{**message, "role": ROLES.get(message["role"], message["role"])} for message in named]
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A cell as text: a CSV file's numbers are numbers, and an empty cell is None."""
     return "" if value is None else str(value)
