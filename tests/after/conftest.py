@@ -14,25 +14,9 @@ sys.path[:0] = [str(ROOT / "tests" / "recipes"), str(ROOT / "recipes")]  # recip
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random two-layer Llama with tied embeddings, and its tokenizer."""
-    import torch
-    from recipe_tiny import build_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from recipe_tiny import build_tokenizer, save_llama
 
-    folder = tmp_path_factory.mktemp("after") / "base"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
+    return save_llama(tmp_path_factory.mktemp("after") / "base", build_tokenizer(), tie_word_embeddings=True, initializer_range=0.1)
 
 
 @pytest.fixture(scope="session")

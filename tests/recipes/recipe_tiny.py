@@ -1,7 +1,8 @@
-"""Tiny tokenizers with chat templates of several kinds, made offline."""
+"""A tiny random model, and tiny tokenizers with chat templates of several kinds, made offline."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -51,3 +52,16 @@ def build_tokenizer(template: str | None = STOCK, adds_bos: bool = True, adds_eo
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=BOS, eos_token=EOS, pad_token=pad)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def save_llama(folder: Path, tokenizer: Any, **config: Any) -> Path:
+    """Save a random two-layer Llama in bf16, which is the same for the same settings, and its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, **config)).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
