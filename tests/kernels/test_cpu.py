@@ -129,20 +129,25 @@ def test_every_weight_survives_a_zero_step(isa, dtype, bits):
         assert torch.equal(c[same & normal], expected_c[same & normal])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_only_the_segments_are_touched(isa):
-    page = Page(fmt(24), torch.bfloat16, torch.bfloat16)
+def assert_only_segments_change(fmt: Format, isa: int) -> None:
+    """A step of a page changes every segment in every plane, and nothing between two segments."""
+    page = Page(fmt, torch.bfloat16, torch.bfloat16)
     for plane in page.planes:
         plane.view(torch.uint8).fill_(7)
     before = [plane.clone() for plane in page.planes]
     cpu.update_page(page.planes, page.segments(), page.fmt, isa=isa)
     for plane, old in zip(page.planes, before, strict=True):
-        width = 1 if plane.numel() == page.planes[0].numel() else 64
+        width = page.planes[0].numel() // plane.numel()
         for start, size in zip(page.starts, SIZES, strict=True):
-            assert not torch.equal(plane[start // width : -(-(start + size) // width)], old[start // width : -(-(start + size) // width)])
-            stop = -(-size // 64) * 64 + 64
-            gap = slice(-(-(start + size) // width), (start + stop) // width)
+            end = -(-(start + size) // width)
+            assert not torch.equal(plane[start // width : end], old[start // width : end])
+            gap = slice(end, (start + -(-size // 64) * 64 + 64) // width)
             assert torch.equal(plane[gap], old[gap])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_only_the_segments_are_touched(isa):
+    assert_only_segments_change(fmt(24), isa)
 
 
 def assert_threads_change_no_bits(fmt: Format, isa: int) -> None:

@@ -12,7 +12,15 @@ from flashoptim_hf.codecs.joint import FINE_ENTRIES, lattice
 from flashoptim_hf.kernels import cpu, eager
 from flashoptim_hf.kernels.rule import Format, Segment
 from flashoptim_hf.optim.adamw import RULE
-from tests.kernels.test_cpu import CASES, ISAS, LIBRARY, SIZES, VARIANTS, Page, assert_threads_change_no_bits
+from tests.kernels.test_cpu import (
+    CASES,
+    ISAS,
+    LIBRARY,
+    VARIANTS,
+    Page,
+    assert_only_segments_change,
+    assert_threads_change_no_bits,
+)
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the compiled library was not built: no C compiler")
 
@@ -78,18 +86,7 @@ def test_equals_eager(isa, dither, grad_dtype, dtype, bits):
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_only_the_segments_are_touched(isa):
-    page = Page(fmt(24), torch.bfloat16, torch.bfloat16)
-    for plane in page.planes:
-        plane.view(torch.uint8).fill_(7)
-    before = [plane.clone() for plane in page.planes]
-    cpu.update_page(page.planes, page.segments(), page.fmt, isa=isa)
-    for plane, old in zip(page.planes, before, strict=True):
-        width = page.planes[0].numel() // plane.numel()
-        for start, size in zip(page.starts, SIZES, strict=True):
-            end = -(-(start + size) // width)
-            assert not torch.equal(plane[start // width : end], old[start // width : end])
-            gap = slice(end, (start + -(-size // 64) * 64 + 64) // width)
-            assert torch.equal(plane[gap], old[gap])
+    assert_only_segments_change(fmt(24), isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
