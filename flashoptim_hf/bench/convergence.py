@@ -5,7 +5,8 @@
 
 For a task and a seed every optimizer sees the same data in the same order from the same weights. `fp32_nudged` is fp32 once more from
 weights that differ by a millionth: as far as it ends from fp32, a difference says nothing about an optimizer. A run that has ended is kept
-in the file and not repeated; when all are there the command shows what the file holds.
+in the file and not repeated, unless `--again` asks for it; when all are there the command shows what the file holds. Several commands may
+fill one file at the same time.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ import torch
 import typer
 
 from ..errors import ConfigurationError, UnsupportedError
+from . import convergence_file, convergence_plot, convergence_records
 from . import convergence_optimizers as optimizers_
-from . import convergence_plot, convergence_records
+from .convergence_file import Records
 from .convergence_optimizers import CONTROL, OPTIMIZERS, OURS, PEERS, REFERENCE, Stepper
 from .convergence_records import Comparison, Record, add_rows, check_settings, compare
 from .convergence_tasks import TASKS, Assets, Task, begin
 from .fidelity import items, whole
 from .report import PlotOption, Report, check_outputs, commit, cpu_name, show, versions
-
-Records = dict[tuple[str, str, int], Record]
 
 
 def run(
@@ -38,6 +38,9 @@ def run(
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
     assets: Annotated[Path, typer.Option(help="Folder that recipes/demo_assets.py has made: text and model.")] = Path(".demo"),
     steps: Annotated[int, typer.Option(min=0, help="Steps of every run; 0: the task's own number.")] = 0,
+    again: Annotated[
+        str, typer.Option(help="Optimizers, with commas between, or 'all': repeat those of the chosen runs that another commit made.")
+    ] = "",
     max_minutes: Annotated[float, typer.Option(min=0, help="End after the run in which this time is over; 0: do all runs.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Keep every run in this JSON file, and go on from what it holds.")
@@ -52,10 +55,14 @@ def run(
     chosen, notes = choose_tasks(None if tasks == "all" else items(tasks), store)
     names, missing = optimizers_.choose(None if optimizers == "all" else items(optimizers))
     chosen = [replace(task, steps=steps or task.steps) for task in chosen]
-    records: Records = {} if json_file is None else convergence_records.read(json_file)
+    repeated = repeats(again, names)
+    records: Records = {}
+    if json_file is not None:
+        with convergence_file.alone(json_file):  # that it can be locked is better known before the runs
+            records = convergence_records.read(json_file)
     check_settings(records, chosen)
 
-    left = work(chosen, names, numbers, store, records, json_file, 60 * max_minutes)
+    left = work(chosen, names, numbers, store, records, json_file, 60 * max_minutes, repeated)
     comparisons = compare(records)
     show(table(comparisons), *footnotes(comparisons, records), *notes)
     if missing:
@@ -92,6 +99,23 @@ def choose_tasks(names: Sequence[str] | None, assets: Assets) -> tuple[list[Task
     return chosen, notes
 
 
+def repeats(again: str, names: Sequence[str]) -> list[str]:
+    """The optimizers whose runs are to be repeated where another commit made them.
+
+    Args:
+        again: what the option says.
+        names: those that are run.
+
+    Raises:
+        ConfigurationError: one that is not run.
+    """
+    wanted = list(names) if again == "all" else items(again)
+    for name in wanted:
+        if name not in names:
+            raise ConfigurationError(f"--again: {name!r} is none of the optimizers that are run here ({', '.join(names)}).")
+    return wanted
+
+
 def work(
     tasks: Sequence[Task],
     names: Sequence[str],
@@ -100,33 +124,50 @@ def work(
     records: Records,
     json_file: Path | None,
     most_seconds: float,
+    again: Sequence[str] = (),
 ) -> int:
     """Do the runs that `records` lacks and put them there and into the file; the number of those that time did not suffice for.
 
-    Tasks in their order, and of a task one seed after the other, so that an end before time leaves whole seeds.
+    Tasks in their order, and of a task one seed after the other, so that an end before time leaves whole seeds. What other processes have
+    put into the file comes into `records` too, and is not done once more.
+
+    Args:
+        again: optimizers whose runs are done too where the record's commit is not this one, or was not a commit's tree.
     """
+    here = commit()
+
+    def lacks(key: tuple[str, str, int]) -> bool:
+        return key not in records or (key[1] in again and not (here == records[key].commit and here and not here.endswith("+")))
+
     plan = [(task, name, seed) for task in tasks for seed in seeds for name in names if name in OPTIMIZERS[task.algorithm]]
-    plan = [(task, name, seed) for task, name, seed in plan if (task.name, name, seed) not in records]
-    start = time.monotonic()
+    plan = [(task, name, seed) for task, name, seed in plan if lacks((task.name, name, seed))]
+    start, done = time.monotonic(), 0
     for number, (task, name, seed) in enumerate(plan):
-        if number and most_seconds and time.monotonic() - start > most_seconds:
-            return len(plan) - number
+        left = [run for run in plan[number:] if lacks((run[0].name, *run[1:]))]
+        if done and most_seconds and time.monotonic() - start > most_seconds:
+            return len(left)
+        if (task, name, seed) not in left:
+            continue
         record = train(task, name, seed, assets)
+        before = records.get(record.key)
+        was = "" if before is None else f" (was {before.final('loss'):.4f} at commit {str(before.commit)[:10]})"
         show(
             f"[{number + 1}/{len(plan)}] {task.name}, {name}, seed {seed}: held-out loss {record.evaluations[0]['loss']:.4f} to "
-            f"{record.final('loss'):.4f} in {record.seconds:.0f} s"
+            f"{record.final('loss'):.4f}{was} in {record.seconds:.0f} s"
         )
         records[record.key] = record
         if json_file is not None:
-            save(records, json_file)
+            records |= convergence_file.add(json_file, record, lambda found: settle(found, tasks))
+        done += 1
     return 0
 
 
-def save(records: Records, json_file: Path) -> None:
-    """Write the file anew, with the rows that follow from the records."""
+def settle(records: Records, tasks: Sequence[Task]) -> Report:
+    """The rows that follow from the records, once they are known to go together."""
+    check_settings(records, tasks)
     report = Report("convergence", cpu_name())
     add_rows(report, compare(records))
-    convergence_records.write(json_file, records, report)
+    return report
 
 
 def train(task: Task, name: str, seed: int, assets: Assets) -> Record:

@@ -22,6 +22,7 @@ from .peers import installed
 
 HELD_OUT_IMAGES = 397
 LORA_RANK = 16
+LONG = "-long"
 NEEDS = MappingProxyType(
     {
         "gpt": ("text",),
@@ -39,7 +40,8 @@ class Task:
     """One line of training, the same for every optimizer.
 
     Attributes:
-        model: "gpt", "resnet", "vit", "qlora" (NF4 base, fp32 adapters) or "full" (every weight, bf16).
+        model: "gpt", "resnet", "vit", "qlora" (NF4 base, fp32 adapters) or "full" (every weight, bf16); with "-long" behind it, the same
+            for more steps: a task of its own, since runs of different lengths are not compared.
         algorithm: "adamw", "lion" or "sgd".
         lr: the highest learning rate.
         weight_decay: of every parameter; with "sgd" it is added to the gradient.
@@ -66,6 +68,11 @@ class Task:
     @property
     def name(self) -> str:
         return f"{self.model}/{self.algorithm}"
+
+    @property
+    def kind(self) -> str:
+        """The model alone, a key of `NEEDS`."""
+        return self.model.removesuffix(LONG)
 
     def settings(self) -> dict[str, Any]:
         """Everything that two runs must have in common to be compared, as plain numbers and strings."""
@@ -119,9 +126,9 @@ class Assets:
         self.folder = folder
 
     def missing(self, model: str) -> list[str]:
-        """What a model of `NEEDS` takes and is not there, in words."""
+        """What a task's model takes and is not there, in words."""
         words = []
-        for need in NEEDS[model]:
+        for need in NEEDS[model.removesuffix(LONG)]:
             if need == "text" and not all((self.folder / f"{part}.jsonl").is_file() for part in ("train", "eval")):
                 words.append(f"{self.folder}/train.jsonl and eval.jsonl (python recipes/demo_assets.py --folder {self.folder})")
             elif need == "model" and not (self.folder / "model" / "config.json").is_file():
@@ -166,11 +173,11 @@ class Assets:
 def begin(task: Task, assets: Assets, seed: int) -> Training:
     """The model with its first weights, and the data in order."""
     torch.manual_seed(seed)
-    if task.model in ("resnet", "vit"):
-        return _images(task, (ResNet if task.model == "resnet" else Vit)(task.width, task.layers), assets, seed)
-    if task.model == "gpt":
+    if task.kind in ("resnet", "vit"):
+        return _images(task, (ResNet if task.kind == "resnet" else Vit)(task.width, task.layers), assets, seed)
+    if task.kind == "gpt":
         return _language(task, Gpt(task.width, task.layers, task.length), assets.raw, seed)
-    return _language(task, (_qlora if task.model == "qlora" else _full)(assets.folder / "model"), assets.tokens, seed)
+    return _language(task, (_qlora if task.kind == "qlora" else _full)(assets.folder / "model"), assets.tokens, seed)
 
 
 def _images(task: Task, model: nn.Module, assets: Assets, seed: int) -> Training:
@@ -249,6 +256,8 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Task("qlora", "adamw", lr=2e-4, weight_decay=0.0, steps=24, batch=2, length=64, held_out=6, evaluations=4),
             Task("qlora", "lion", lr=1e-4, weight_decay=0.0, steps=24, batch=2, length=64, held_out=6, evaluations=4),
             Task("full", "adamw", lr=5e-5, weight_decay=0.0, steps=10, batch=2, length=64, held_out=6, evaluations=4),
+            Task("qlora-long", "adamw", lr=2e-4, weight_decay=0.0, steps=80, batch=2, length=64, held_out=8, evaluations=8),
+            Task("full-long", "adamw", lr=5e-5, weight_decay=0.0, steps=40, batch=2, length=64, held_out=8, evaluations=8),
         )
     }
 )

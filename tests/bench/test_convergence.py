@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from flashoptim_hf.bench import convergence
-from flashoptim_hf.bench.convergence import choose_tasks, footnotes, run, table, train, work
+from flashoptim_hf.bench import convergence, convergence_file
+from flashoptim_hf.bench.convergence import choose_tasks, footnotes, run, settle, table, train, work
 from flashoptim_hf.bench.convergence_optimizers import NAMES, OPTIMIZERS, Stepper, choose
 from flashoptim_hf.bench.convergence_plot import figure
 from flashoptim_hf.bench.convergence_records import Record, add_rows, check_settings, compare, half_width, read, student, thinned, write
-from flashoptim_hf.bench.convergence_tasks import TASKS, Assets, Task
+from flashoptim_hf.bench.convergence_tasks import LONG, TASKS, Assets, Task
 from flashoptim_hf.bench.report import Report
 from flashoptim_hf.errors import ConfigurationError, UnsupportedError
 
@@ -60,7 +63,7 @@ def small(name: str, steps: int = 3) -> Task:
 # ---------------------------------------------------------------------- the runs
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if not task.model.endswith(LONG)])
 def test_all_optimizers_of_a_seed_start_alike(name: str, assets: Assets) -> None:
     """The same weights and the same first batch: equal bits before the first step, and training from there."""
     task = small(name)
@@ -113,6 +116,21 @@ def test_every_optimizer_takes_the_rate_of_each_step(algorithm: str, name: str) 
         assert param.detach().mean().item() == pytest.approx(expected, rel=0.02)
 
 
+def test_a_long_task_is_the_short_one_with_more_steps(assets: Assets) -> None:
+    long = [task for task in TASKS.values() if task.model.endswith(LONG)]
+    assert [task.name for task in long] == ["qlora-long/adamw", "full-long/adamw"]
+    for task in long:
+        short = TASKS[f"{task.kind}/{task.algorithm}"]
+        changed = {key for key, value in task.settings().items() if short.settings()[key] != value}
+        assert changed == {"model", "steps", "held_out", "evaluations"}
+        assert task.steps >= 3 * short.steps
+        assert assets.missing(task.model) == assets.missing(task.kind) == []
+    assert Assets(Path("nowhere")).missing("full-long") == Assets(Path("nowhere")).missing("full")
+    assert [task.name for task in choose_tasks(["full"], assets)[0]] == ["full/adamw"]
+    same = replace(small("full/adamw", steps=2), model="full-long")
+    assert train(same, "log", 0, assets).curve == train(small("full/adamw", steps=2), "log", 0, assets).curve
+
+
 def test_batches_pass_over_all_before_any_comes_again() -> None:
     task = replace(TASKS["vit/sgd"], steps=10, batch=4)
     order = task.batches(0, 20).flatten()
@@ -134,6 +152,10 @@ def test_rate_and_evaluations_are_spread_over_the_run() -> None:
 
 
 # ---------------------------------------------------------------------- the file
+
+
+def never(task: Task, name: str, seed: int, assets: Assets) -> Record:  # noqa: ARG001
+    raise AssertionError(f"{task.name} was trained with {name} of seed {seed}")
 
 
 def record(optimizer: str, seed: int, losses: list[float], task: str = "gpt/adamw", curve: tuple[float, ...] = (3.0, 2.0)) -> Record:
@@ -194,7 +216,7 @@ def test_a_run_that_has_ended_is_not_repeated(tmp_path: Path, assets: Assets, mo
     run(**options, json_file=file, plot_file=tmp_path / "a.png")
     assert done == [("log", 1)]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(convergence, "train", pytest.fail)
+    monkeypatch.setattr(convergence, "train", never)
     capsys.readouterr()
     run(**options, json_file=file, plot_file=None)
     shown = capsys.readouterr().out
@@ -204,6 +226,109 @@ def test_a_run_that_has_ended_is_not_repeated(tmp_path: Path, assets: Assets, mo
     assert {"seeds", "final_loss", "difference", "interval_of_difference", "curve_distance", "within", "within_own"} <= {
         row["metric"] for row in rows
     }
+
+
+def test_another_commits_runs_are_repeated_where_that_is_asked_for(
+    tmp_path: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Those of the optimizers that are named, once for a commit; of a changed tree, which no commit holds, each time."""
+    monkeypatch.setattr(convergence, "TASKS", {"gpt/adamw": small("gpt/adamw")})
+    options = {"tasks": "gpt", "optimizers": "log", "seeds": "0,1", "assets": assets.folder, "steps": 1}
+    file = tmp_path / "a.json"
+
+    def commits(tree: str, **more: Any) -> dict[str, list[str | None]]:
+        monkeypatch.setattr(convergence, "commit", lambda: tree)
+        run(**options, **more, max_minutes=0, json_file=file, plot_file=None)
+        found = read(file)
+        assert len(found) == 4
+        return {name: [found["gpt/adamw", name, seed].commit for seed in (0, 1)] for name in ("fp32", "log")}
+
+    assert commits("old") == commits("new") == {"fp32": ["old", "old"], "log": ["old", "old"]}
+    capsys.readouterr()
+    assert commits("new", again="log") == {"fp32": ["old", "old"], "log": ["new", "new"]}
+    loss = read(file)["gpt/adamw", "log", 1].final("loss")
+    assert f" to {loss:.4f} (was {loss:.4f} at commit old) in " in capsys.readouterr().out
+    monkeypatch.setattr(convergence, "train", never)
+    commits("new", again="log")
+    monkeypatch.setattr(convergence, "train", train)
+    assert commits("new+", again="all") == {"fp32": ["new+", "new+"], "log": ["new+", "new+"]}
+    monkeypatch.setattr(convergence, "train", never)
+    with pytest.raises(AssertionError, match="with fp32 of seed 0"):
+        commits("new+", again="all")
+    with pytest.raises(ConfigurationError, match=r"--again: 'joint' is none of the optimizers that are run here \(fp32, log\)"):
+        commits("new", again="joint")
+
+
+def test_two_commands_on_one_file_keep_each_others_runs(tmp_path: Path) -> None:
+    """The second waits until the first has written, and adds to that; nothing but the file is left."""
+    file, tasks = tmp_path / "a.json", list(TASKS.values())
+
+    def added(entry: Record) -> None:
+        convergence_file.add(file, entry, lambda found: settle(found, tasks))
+
+    second = threading.Thread(target=added, args=(record("log", 0, [9.0, 1.5]),))
+
+    def slowly(found: dict[tuple[str, str, int], Record]) -> Report:
+        second.start()
+        second.join(0.5)
+        assert second.is_alive(), "the file was open to another one between reading and writing"
+        return settle(found, tasks)
+
+    convergence_file.add(file, record("fp32", 0, [9.0, 1.0]), slowly)
+    second.join()
+    assert [key[1] for key in read(file)] == ["fp32", "log"]
+    assert {row["subject"] for row in json.loads(file.read_text())["rows"]} == {"fp32", "log"}
+
+    many = [
+        threading.Thread(target=lambda name=name: [added(record(name, seed, [9.0, 1.0])) for seed in range(8)])
+        for name in ("fp32", "log", "joint", "torchao")
+    ]
+    for thread in many:
+        thread.start()
+    for thread in many:
+        thread.join()
+    assert len(read(file)) == 4 * 8
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_runs_of_another_command_come_along_and_are_not_done_once_more(
+    tmp_path: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, task, done = tmp_path / "a.json", small("gpt/adamw", steps=1), []
+
+    def beside(this: Task, name: str, seed: int, store: Assets) -> Record:
+        done.append((name, seed))
+        if name == "fp32" and seed == 0:  # meanwhile
+            for other in ("log", "joint"):
+                convergence_file.add(file, train(this, other, 0, store), lambda found: settle(found, [task]))
+        return train(this, name, seed, store)
+
+    monkeypatch.setattr(convergence, "train", beside)
+    records: dict[tuple[str, str, int], Record] = {}
+    assert work([task], ["fp32", "log", "joint"], [0, 1], assets, records, file, most_seconds=0) == 0
+    assert done == [("fp32", 0), ("fp32", 1), ("log", 1), ("joint", 1)]
+    assert set(records) == set(read(file))
+    assert len(records) == 6
+    longer = replace(task, steps=2)
+    with pytest.raises(ConfigurationError, match="gpt/adamw with log has steps=1, and this one would have 2"):
+        work([longer], ["fp32"], [7], assets, {}, file, most_seconds=0)
+    assert set(records) == set(read(file))
+
+
+@pytest.mark.parametrize("why", ["no locks there", "no locks at all"])
+def test_a_file_that_cannot_be_locked_is_refused_before_any_run(
+    why: str, tmp_path: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if why == "no locks there":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    else:
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setattr(convergence, "train", never)
+    with pytest.raises(UnsupportedError, match=r"--json .*a\.json cannot be locked \(.*(No locks available|fcntl).*leave --json out"):
+        run(tasks="gpt", optimizers="log", seeds="0", assets=assets.folder, json_file=tmp_path / "a.json")
 
 
 def test_time_ends_after_the_run_at_hand(assets: Assets) -> None:
@@ -303,7 +428,7 @@ def test_the_shipped_rows_follow_from_the_shipped_runs() -> None:
     add_rows(report, compare(records))
     assert json.loads(RESULTS.read_text())["rows"] == [row.to_dict() for row in report.rows]
     check_settings(records, TASKS.values())
-    assert {record.task for record in records.values()} == set(TASKS)
+    assert {record.task for record in records.values()} <= set(TASKS)
     commits = {record.commit for record in records.values()}
     assert not [commit for commit in commits if not commit or commit.endswith("+")], "a run of a tree that no commit holds"
 
