@@ -42,8 +42,8 @@ NAMED = 3
 class HealthCallback(TrainerCallback):
     """Looks closely at one step in `every`, adds what it finds to the logs, and warns once for each cause.
 
-    The numbers are of this process alone; where parameters are sharded, of its shards. They appear in the first log after the step behind
-    the one that was looked at, so that nobody waits for the device, and in no other:
+    The numbers are of this process alone: where parameters are sharded, of its shards; under DDP they are the same in each. They appear in
+    the first log after the step behind the one that was looked at, so that nobody waits for the device, and in no other:
 
         optim_health_swallowed         share of all updates looked at that left weight and correction as they were
         optim_health_swallowed_worst   the same of the tensor with most
@@ -51,7 +51,10 @@ class HealthCallback(TrainerCallback):
         optim_health_codec_error, ..._worst      what rounding the states changes in the next step, relative to it
         optim_health_skipped           share of steps since the last look that were skipped, since a gradient was not finite
 
-    Does nothing for other packages' optimizers. `FlashOptimCallback`, which is in every Trainer, is what writes them.
+    Of several processes the one that logs warns. Where parameters are sharded each warns of what it finds in its shards, with its rank,
+    since nobody else sees them. Processes do not wait for each other, and need not all have the callback.
+
+    Does nothing for other packages' optimizers. `FlashOptimCallback`, which is in every Trainer, is what writes the numbers.
 
     Args:
         every: steps from one look to the next. Default 50; a look costs about as much as a step over hundreds of small tensors.
@@ -96,21 +99,26 @@ class HealthCallback(TrainerCallback):
         count, steps = skipped - self._skipped_before, state.global_step - self._step_before
         self._skipped_before, self._step_before = skipped, state.global_step
         flash.notes = {**numbers(findings), "optim_health_skipped": count / steps}
-        self._judge(findings, names_of(kwargs.get("model")), count, steps)
+        self._judge(args, findings, names_of(kwargs.get("model")))
+        if skipped_too_often(count, steps):
+            self._say("skipped", args.should_log, _about_skipped(count, steps))
 
-    def _judge(self, findings: Sequence[Finding], names: dict[int, str], skipped: int, steps: int) -> None:
+    def _judge(self, args: TrainingArguments, findings: Sequence[Finding], names: dict[int, str]) -> None:
+        from ..optim.sharded import is_sharded
+
         for cause, limit, sentence in _CAUSES:
             found = [finding for finding in findings if getattr(finding, cause) > limit and finding.codec_error > _matters(cause)]
             if found and cause not in self._warned:
-                self._warned.add(cause)
                 found.sort(key=lambda finding: -getattr(finding, cause))
-                logger.warning(sentence(found, f"{_named(found, names)}: {_share(getattr(found[0], cause))}"))
-        if skipped >= FEWEST_SKIPPED and skipped > SKIPPED * steps and "skipped" not in self._warned:
-            self._warned.add("skipped")
-            logger.warning(
-                f"{skipped} of the last {steps} steps were skipped: a gradient was not finite. Lower the learning rate, warm up longer, or "
-                "look at the data; in fp16, train in bf16 (bf16=True) where the device has it."
-            )
+                said = sentence(found, f"{_named(found, names)}: {_share(getattr(found[0], cause))}")
+                alone = args.world_size > 1 and any(is_sharded(finding.param) for finding in found)
+                self._say(cause, alone or args.should_log, f"Rank {args.process_index} of {args.world_size}: {said}" if alone else said)
+
+    def _say(self, cause: str, aloud: bool, sentence: str) -> None:
+        """Warn of a cause once, unless another process does."""
+        if cause not in self._warned and aloud:
+            logger.warning(sentence)
+        self._warned.add(cause)
 
 
 def numbers(findings: Sequence[Finding]) -> dict[str, float]:
@@ -142,6 +150,18 @@ def _named(found: Sequence[Finding], names: dict[int, str]) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.3g} %"
+
+
+def skipped_too_often(count: int, steps: int) -> bool:
+    """Whether so many skipped ones of so many steps are worth a warning. Processes that share a step skip it together."""
+    return count >= FEWEST_SKIPPED and count > SKIPPED * steps
+
+
+def _about_skipped(count: int, steps: int) -> str:
+    return (
+        f"{count} of the last {steps} steps were skipped: a gradient was not finite. Lower the learning rate, warm up longer, or look at "
+        "the data; in fp16, train in bf16 (bf16=True) where the device has it."
+    )
 
 
 def _about_swallowed(found: Sequence[Finding], where: str) -> str:
