@@ -43,7 +43,7 @@ def stationary(steps: int, seed: int = 0) -> Iterator[Tensor]:
 def ours(codec: Codec, algorithm: Algorithm, beta2: float) -> Decoded:
     """The last state of an algorithm of this package, through a codec."""
     rule = algorithm.rule
-    planes = [torch.zeros(plane.entries(ELEMENTS), dtype=plane.dtype) for plane in codec.planes]
+    planes = [torch.zeros(plane.entries(ELEMENTS), dtype=plane.dtype) for plane in codec.parts]
     weight = torch.zeros(ELEMENTS)
     # each algorithm takes of these what it knows
     options = {"betas": (0.9, beta2), "eps": EPS, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
@@ -52,6 +52,7 @@ def ours(codec: Codec, algorithm: Algorithm, beta2: float) -> Decoded:
     def step(grad: Tensor, t: int) -> Tensor:
         states, _ = rule.eager(codec.decode(planes, ELEMENTS), weight, grad, (LR, *rule.scalars(options, t)))
         codec.encode(states, planes, step=t)
+        codec.advance(planes, t)
         return codec.decode(planes, ELEMENTS)[-1]
 
     return step

@@ -206,6 +206,7 @@ def compile_variant(variant: Variant, arch: int, *, scaled: bool = False, skippi
         "segments_ptr": "*i64:16",
         "hyper_ptr": "*fp32:16",
         "blocks_ptr": "*i32:16",
+        "tables_ptr": "*i64:16" if variant.format.codec.tables else None,
         "block": "i32",
         "scratch_ptr": "*u8:16",
         "inv_scale_ptr": "*fp32" if scaled else None,

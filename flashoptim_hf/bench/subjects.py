@@ -148,7 +148,7 @@ def through_codec(problem: Problem, codec: Codec, algorithm: Algorithm) -> Tenso
     """The weights after each step, fp64 [steps, elements]; only the states pass through the codec."""
     count, numel = problem.grads.shape
     rule, options = algorithm.rule, algorithm.options(problem)
-    planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype) for plane in codec.planes]
+    planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype) for plane in codec.parts]
     weights = torch.empty(count, numel, dtype=torch.float64)
     weight = torch.zeros(numel, dtype=torch.float64)
     for t, grad in enumerate(problem.grads, start=1):
@@ -157,6 +157,7 @@ def through_codec(problem: Problem, codec: Codec, algorithm: Algorithm) -> Tenso
         # fp32: coupled decay mixes the float64 weights in
         states = tuple(state.float() for state in states)
         lost = codec.encode(states, planes, index=0, step=t)
+        codec.advance(planes, t)
         if lost is not None and rule.settle is not None:
             weight = rule.settle(states, lost, weight, hyper, t)
         weights[t - 1] = weight

@@ -2,7 +2,8 @@
 
 A *group* is G consecutive elements of the flattened local parameter; a short last group counts its missing elements as zero, and a
 group never spans two parameters. A *plane* is one flat buffer: a code plane has one entry per element, a constant plane one entry per
-group. A codec serves all states of one parameter together, since rounding them apart is what breaks other 8-bit formats.
+group. Planes are cut into pages; a *table* is a few numbers that a codec keeps for each whole parameter beside them. A codec serves all
+states of one parameter together, since rounding them apart is what breaks other 8-bit formats.
 
 A new codec is a file `codecs/<name>.py` that sets `CODEC`; `get_codec` finds it by its file name.
 """
@@ -36,15 +37,19 @@ class State:
 
 @dataclass(frozen=True)
 class Plane:
-    """One flat buffer: `dtype`, and how many elements share an entry (`group` = 1 for codes, G for group constants)."""
+    """One flat buffer: `dtype`, and how many elements share an entry (`group` = 1 for codes, G for group constants).
+
+    A *table* has `group` = 0 and `count` entries, however many elements its parameter has.
+    """
 
     name: str
     dtype: torch.dtype
     group: int = 1
+    count: int = 0
 
     def entries(self, numel: int) -> int:
         """Entries that `numel` elements take."""
-        return -(-numel // self.group)
+        return -(-numel // self.group) if self.group else self.count
 
     def nbytes(self, numel: int) -> int:
         """Bytes that `numel` elements take."""
@@ -82,13 +87,30 @@ class Codec(ABC):
         All-zero planes decode to all-zero states.
         """
 
+    @property
+    def tables(self) -> tuple[Plane, ...]:
+        """What a parameter has once, beside its planes: on its device, never in a page. None, unless a codec says otherwise."""
+        return ()
+
+    def fresh_tables(self) -> tuple[Tensor, ...]:
+        """The tables of a parameter that was never stepped, flat, on the CPU."""
+        return ()
+
+    def advance(self, parts: Sequence[Tensor], step: int) -> None:  # noqa: B027 (most codecs have no tables)
+        """What is due between two steps: call after the encode of step `step` over all of a parameter, before the next decode."""
+
+    @property
+    def parts(self) -> tuple[Plane, ...]:
+        """All of a parameter's state: the planes, then the tables. What `decode` and `encode` take, as one sequence."""
+        return self.planes + self.tables
+
     @abstractmethod
     def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
-        """Planes (flat, on any device) of `numel` elements to one fp32 tensor of shape (numel,) per state."""
+        """Planes (flat, on any device) of `numel` elements, and the tables, to one fp32 tensor of shape (numel,) per state."""
 
     @abstractmethod
     def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> Tensor | None:
-        """Write fp32 `values`, one of shape (numel,) per state, into `planes` in place.
+        """Write fp32 `values`, one of shape (numel,) per state, into `planes` in place. Of the tables, zeros alone are replaced.
 
         `index` is the position of the first element in its parameter (a multiple of the group size) and `step` the parameter's step
         count: together they fix the dither, so the same call gives the same bits wherever the planes lie. A codec may look at the
@@ -110,7 +132,7 @@ class Codec(ABC):
     #   device_decode(planes, first, limit, ROWS)                              -> tuple of fp32 [ROWS, group], one per state
     #   device_encode(planes, values, first, limit, index, step, DITHER, ROWS)    stores; with `feeds_back`, returns fp32 [ROWS, group]
     #
-    # planes   tuple of pointers to the page's planes, in the order of `planes`
+    # planes   tuple of pointers to the page's planes, in the order of `planes`, then to the segment's tables
     # first    int64, the tile's first element in the page's planes, a multiple of ALIGN
     # limit    int32, how many of the tile's elements exist, or more. Groups from there on decode to anything and are not stored; what is
     #          missing of the last group has weight and gradient 0, and places of its own in the planes
@@ -122,8 +144,8 @@ class Codec(ABC):
     device_encode: ClassVar[Any]
 
     def nbytes(self, numel: int) -> int:
-        """Bytes that the states of `numel` elements take."""
-        return sum(plane.nbytes(numel) for plane in self.planes)
+        """Bytes that the states of one parameter of `numel` elements take, tables included."""
+        return sum(plane.nbytes(numel) for plane in self.parts)
 
 
 @cache

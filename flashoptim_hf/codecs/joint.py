@@ -123,15 +123,15 @@ def _allot(octaves, before, umax, time):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _floor(x):  # type: ignore[no-untyped-def]
+def floor(x):  # type: ignore[no-untyped-def]
     """floor(x) for |x| < 2^20, with two additions instead of the slow conversion pipe."""
     return device.floor_magic(x) - (device.SIGNED_MAGIC - 1.0)
 
 
 @jit
-def joint_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`JointCodec.decode` for one tile; see `Codec.device_decode`."""
-    low_ptr, high_ptr, top_ptr, levels_ptr, umax_ptr = planes
+def read_word(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What one tile stores: (code of r, u, the lattice's lower end in steps, octaves in a step, number of codes)."""
+    low_ptr, high_ptr, top_ptr, levels_ptr, umax_ptr = planes[:5]
     top = device.load_groups(top_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
     entry = device.load_groups(levels_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
     umax = device.load_groups(umax_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
@@ -140,25 +140,30 @@ def joint_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-u
     n, levels, step = _lattice(entry)
     word = high * 256.0 + low
     share = device.reciprocal(2.0 * n + 1.0)
-    code = _floor(word * share + 0.5 * share)
-    r = tl.where(code > 0, device.exp2((code + (top * _ANCHOR - levels)) * step), 0.0)
-    m = (word - code * (2.0 * n + 1.0) - n) * (umax * device.reciprocal(n)) * r
-    return m, r * r
+    code = floor(word * share + 0.5 * share)
+    u = (word - code * (2.0 * n + 1.0) - n) * (umax * device.reciprocal(n))
+    return code, u, top * _ANCHOR - levels, step, levels
 
 
 @jit
-def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`JointCodec.encode` for one tile; see `Codec.device_encode`."""
-    low_ptr, high_ptr, top_ptr, levels_ptr, umax_ptr = planes
-    m, v = values
+def joint_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`JointCodec.decode` for one tile; see `Codec.device_decode`."""
+    code, u, base, step, _ = read_word(planes, first, limit, ROWS)
+    r = tl.where(code > 0, device.exp2((code + base) * step), 0.0)
+    return u * r, r * r
+
+
+@jit
+def describe(planes, v, first, limit, time, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How one tile is going to be stored: (v is not 0, place of r, last place, top, entry, n, number of codes, octaves in a step)."""
     nonzero = v >= _SMALLEST
     log_r = device.log2(tl.maximum(v, _SMALLEST)) * 0.5
     hi = tl.minimum(tl.max(tl.where(nonzero, log_r, float("-inf")), 1, keep_dims=True), _MAX_HI)
     hi = tl.where(hi > float("-inf"), hi, 0.0)
     lo = tl.min(tl.where(nonzero, log_r, float("inf")), 1, keep_dims=True)
     octaves = hi - tl.maximum(tl.minimum(lo, hi), hi - _MAX_OCTAVES)
-    before = device.load_groups(levels_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
-    umax = device.load_groups(umax_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
+    before = device.load_groups(planes[3], first, limit, ROWS, _GROUP).to(tl.float32)
+    umax = device.load_groups(planes[4], first, limit, ROWS, _GROUP).to(tl.float32)
     entry = _allot(octaves, before, umax, time)
     n, levels, step = _lattice(entry)
     per_step = device.reciprocal(step)
@@ -166,14 +171,14 @@ def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr
     base = top * _ANCHOR - levels
     last = tl.minimum(levels, tl.floor(per_step * _MAX_HI) - base)
     x = tl.minimum(tl.maximum(log_r * per_step - base, 1.0), last)
-    if DITHER:
-        below = _floor(x)
-        x -= below
-        d = device.dither(index, time, _ELEMENT, _TIME, ROWS, _GROUP) - 1.0
-        code = tl.minimum(below + tl.where(d < x - step * _LN2 * (x * (1.0 - x)), 1.0, 0.0), last)
-    else:
-        code = _floor(x + 0.5)
-    log_r = (code + base) * step
+    return nonzero, x, last, top, entry, n, levels, step
+
+
+@jit
+def write_word(planes, m, nonzero, code, place, top, entry, n, levels, step, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store one tile, given its codes of r and their places; returns what rounding takes from m."""
+    low_ptr, high_ptr, top_ptr, levels_ptr, umax_ptr = planes[:5]
+    log_r = (place + (top * _ANCHOR - levels)) * step
     u = tl.where(nonzero, m * device.exp2(-log_r), 0.0)
     umax = tl.max(tl.abs(u), 1, keep_dims=True)
     umax = tl.minimum(tl.maximum(umax, _MIN_UMAX), _MAX_UMAX)
@@ -191,6 +196,21 @@ def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr
     device.store_groups(levels_ptr, entry.to(tl.int32).to(tl.uint8), first, limit, ROWS, _GROUP)
     device.store_groups(umax_ptr, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), first, limit, ROWS, _GROUP)
     return lost
+
+
+@jit
+def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`JointCodec.encode` for one tile; see `Codec.device_encode`."""
+    m, v = values
+    nonzero, x, last, top, entry, n, levels, step = describe(planes, v, first, limit, time, ROWS)
+    if DITHER:
+        below = floor(x)
+        x -= below
+        d = device.dither(index, time, _ELEMENT, _TIME, ROWS, _GROUP) - 1.0
+        code = tl.minimum(below + tl.where(d < x - step * _LN2 * (x * (1.0 - x)), 1.0, 0.0), last)
+    else:
+        code = floor(x + 0.5)
+    return write_word(planes, m, nonzero, code, code, top, entry, n, levels, step, first, limit, ROWS)
 
 
 class JointCodec(Codec):
@@ -212,7 +232,7 @@ class JointCodec(Codec):
         if [state.signed for state in self.states] != [True, False]:
             names = ", ".join(state.name for state in self.states)
             raise ConfigurationError(
-                f"codec='joint' stores a first and a second moment together; it cannot hold ({names}). Use codec='softsign'."
+                f"codec={self.name!r} stores a first and a second moment together; it cannot hold ({names}). Use codec='softsign'."
             )
 
     @property
@@ -228,10 +248,11 @@ class JointCodec(Codec):
 
     def decode(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         word = grouped(planes[1], self.group).float() * 256 + grouped(planes[0], self.group)
-        top, entry, umax = (plane.float()[:, None] for plane in planes[2:])
+        top, entry, umax = (plane.float()[:, None] for plane in planes[2:5])
         n, levels, step = lattice(entry)
         code = torch.floor((word + 0.5) / (2 * n + 1))
-        r = torch.where(code > 0, torch.exp2((code + (top * ANCHOR - levels)) * step), 0)
+        place = self._place(code, levels, planes[5:])
+        r = torch.where(code > 0, torch.exp2((place + (top * ANCHOR - levels)) * step), 0)
         m = (word - code * (2 * n + 1) - n) * (umax / n) * r
         return m.flatten()[:numel], (r * r).flatten()[:numel]
 
@@ -243,39 +264,59 @@ class JointCodec(Codec):
         hi = torch.where(hi == -math.inf, 0, hi)
         lo = torch.where(nonzero, log_r, math.inf).amin(1, keepdim=True)
         octaves = hi - lo.minimum(hi).maximum(hi - MAX_OCTAVES)
-        before, umax = (plane.float()[:, None] for plane in planes[3:])
+        before, umax = (plane.float()[:, None] for plane in planes[3:5])
         entry = allot(octaves, before, umax, step)
         n, levels, width = lattice(entry)
         top = torch.ceil(hi / width / ANCHOR)
         base = top * ANCHOR - levels
         last = levels.minimum(torch.floor(MAX_HI / width) - base)
-        code = self._round((log_r / width - base).clamp_min(1).minimum(last), width, index, step).minimum(last)
+        dither = weyl(m.numel(), index, step, CODE_DITHER, m.device).view(m.shape) if self.dither else None
         # m relative to what r will decode to, not to what it is: the same expression as in `decode`
-        r = torch.exp2((code + base) * width)
+        code, place = self._rounded((log_r / width - base).clamp_min(1).minimum(last), width, levels, last, dither, planes[5:])
+        r = torch.exp2((place + base) * width)
         u = torch.where(nonzero, m / r, 0)
         umax = bf16_scale(u.abs().amax(1), up=False)
         scale = umax.float()[:, None]
         ucode = torch.round((u * (n / scale)).maximum(-n).minimum(n))
         word = torch.where(nonzero, code * (2 * n + 1) + (ucode + n), 0).int()
-        store(planes, (word & 255, word >> 8, top, entry, umax))
+        store(planes[:5], (word & 255, word >> 8, top, entry, umax))
         lost = torch.where(nonzero, m - ucode * (scale / n) * r, 0)
         return lost.flatten()[: values[0].numel()]
 
     def expected_errors(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         _, v = self.decode(planes, numel)
-        entry, umax = (plane.float().repeat_interleave(self.group)[:numel] for plane in planes[3:])
+        entry, umax = (plane.float().repeat_interleave(self.group)[:numel] for plane in planes[3:5])
         (n, _, width), r = lattice(entry), v.sqrt()
         dithered = 6 if self.dither else 12
         return umax / n * r / math.sqrt(12), r * (width * LN2 / math.sqrt(dithered))
 
-    def _round(self, x: Tensor, width: Tensor, index: int, step: int) -> Tensor:
-        """Round a code of r to an integer: to nearest, or up with the probability that keeps v right on average, as in `log`."""
-        if not self.dither:
-            return torch.floor(x + 0.5)
-        d = weyl(x.numel(), index, step, CODE_DITHER, x.device).view(x.shape)
-        below = torch.floor(x)
-        x = x - below
-        return below + (d < x - LN2 * width * x * (1 - x))
+    def _place(self, code: Tensor, levels: Tensor, tables: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
+        """Where on the lattice a code of r lies, in steps: at itself."""
+        return code
+
+    def _rounded(
+        self,
+        x: Tensor,
+        width: Tensor,
+        levels: Tensor,  # noqa: ARG002
+        last: Tensor,
+        dither: Tensor | None,
+        tables: Sequence[Tensor],  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Places of r to (codes, their places): the nearest, or up with the probability that keeps v right on average, as in `log`.
+
+        Args:
+            x: places, fp32 (groups, G), from 1 to `last`.
+            width, levels, last: octaves in a step, number of codes, the last place below `MAX_HI`; fp32 (groups, 1).
+            dither: in [0, 1), shape of x, or None: to nearest.
+        """
+        if dither is None:
+            code = torch.floor(x + 0.5).minimum(last)
+        else:
+            below = torch.floor(x)
+            x = x - below
+            code = (below + (dither < x - LN2 * width * x * (1 - x))).minimum(last)
+        return code, code
 
 
 CODEC = JointCodec

@@ -41,6 +41,8 @@ def update_page(
 def _update_chunk(planes: Sequence[Tensor], segment: Segment, begin: int, end: int, fmt: Format, inv_scale: Tensor | None) -> None:
     specs = fmt.codec.planes
     views = [_cut(plane, spec.group, segment.start + begin, end - begin) for plane, spec in zip(planes, specs, strict=False)]
+    if segment.table is not None:
+        views.append(segment.table)
     param, grad = segment.param[begin:end], segment.grad[begin:end].float()
     if inv_scale is not None:
         grad = grad * inv_scale

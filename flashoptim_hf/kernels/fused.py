@@ -49,6 +49,7 @@ def page_kernel(  # type: ignore[no-untyped-def]
     segments_ptr,  # int64 [segments, ROW]
     hyper_ptr,  # fp32 [segments, NUM_HYPER]; the first is the learning rate, read through the row's pointer
     blocks_ptr,  # int32 [programs, 3]: segment, block within it, and slot of scratch memory
+    tables_ptr,  # int64 [segments]: addresses of the codec's tables, fp16; None where it has none
     block,  # elements in a block
     scratch_ptr,  # uint8 [slots, bytes of TILE weights and TILE gradients]
     inv_scale_ptr,  # fp32 or None
@@ -90,6 +91,9 @@ def page_kernel(  # type: ignore[no-untyped-def]
     hyper = (tl.load(tl.load(row + 6).to(tl.pointer_type(tl.float32))),)
     for i in tl.static_range(1, NUM_HYPER):
         hyper = hyper + (tl.load(hyper_ptr + segment * NUM_HYPER + i),)  # type: ignore[assignment] # noqa: RUF005
+    if tables_ptr is not None:
+        planes = planes + (tl.load(tables_ptr + segment).to(tl.pointer_type(tl.float16)),)  # noqa: RUF005
+
     scale = None
     if inv_scale_ptr is not None:
         scale = tl.load(inv_scale_ptr)
@@ -213,6 +217,7 @@ def _launch(planes: Sequence[Tensor], segments: Segments, fmt: Format, inv_scale
             tables.rows,
             tables.hyper,
             tables.blocks,
+            tables.of_codec,
             tables.block,
             tables.scratch,
             inv_scale,
@@ -251,6 +256,7 @@ class _Tables:
         rows: int64 [segments, ROW].
         hyper: fp32 [segments, NUM_HYPER].
         blocks: int32 [programs, 3].
+        of_codec: int64 [segments], or None.
         block: elements in a block.
         scratch: uint8, what the programs need that may not use wide words.
         programs: size of the grid.
@@ -270,7 +276,9 @@ class _Tables:
         self.programs = len(blocks)
         slot_bytes = TILE * (param.element_size() + grad.element_size())
         self.scratch = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=where)
-        arrays = (rows, hyper, blocks)
+        arrays: list[np.ndarray] = [rows, hyper, blocks]
+        if segments.tables is not None:
+            arrays.append(np.array(list(map(Tensor.data_ptr, segments.tables)), dtype=np.int64))
         sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
         sent, host = room(sum(sizes), where)
 
@@ -287,7 +295,8 @@ class _Tables:
             start += size
         if host is not sent:
             sent.copy_(host, non_blocking=True)
-        of_rows, of_hyper, of_blocks = torch.split_with_sizes(sent, sizes)
+        of_rows, of_hyper, of_blocks, *of_codec = torch.split_with_sizes(sent, sizes)
+        self.of_codec = of_codec[0].view(torch.int64) if of_codec else None
         self.rows, self.hyper, self.blocks = of_rows.view(torch.int64), of_hyper.view(torch.float32), of_blocks.view(torch.int32)
 
 

@@ -62,6 +62,7 @@ class Segment:
         index: position of the first element in the flattened parameter, a multiple of ALIGN.
         step: the parameter's step count, this step included (1 at the first).
         hyper: one number per name in `rule.hyper`; `hyper[0]`, the learning rate, may be a 0-dim tensor on the page's device.
+        table: the parameter's table, flat, where the codec has one; read, not changed.
     """
 
     param: Tensor
@@ -70,6 +71,7 @@ class Segment:
     index: int
     step: int
     hyper: tuple[Any, ...]
+    table: Tensor | None = None
 
 
 LIMIT = 2.0**62
@@ -88,6 +90,7 @@ class Segments:
         hyper: fp32 (segments, len(rule.hyper)); column 0, the learning rate, is not valid where `lr` is set.
         cuts: for each segment, where it begins and ends in its flattened tensors; None where it is all of them.
         lr: for each segment, the learning rate as a 0-dim tensor on the page's device; None where all are numbers in `hyper`.
+        tables: for each segment, its parameter's table, where the codec has one; else None.
         uniform: it is known that there are segments, none is empty, and parameters have one dtype, and gradients have one. False: unknown.
     """
 
@@ -100,6 +103,7 @@ class Segments:
         lr: Sequence[Tensor] | None,
         cuts: Sequence[tuple[int, int]] | None = None,
         uniform: bool = False,
+        tables: Sequence[Tensor] | None = None,
     ) -> None:
         self.params = params
         self.grads = grads
@@ -108,6 +112,7 @@ class Segments:
         self.lr = lr
         self.cuts = cuts
         self.uniform = uniform
+        self.tables = tables
 
     @classmethod
     def of(cls, segments: Sequence[Segment] | Segments) -> Segments:
@@ -128,7 +133,10 @@ class Segments:
         device_lr = any(isinstance(s.hyper[0], Tensor) for s in segments)
         lr = [torch.as_tensor(s.hyper[0], device=s.param.device).float().reshape(()) for s in segments] if device_lr else None
         hyper = [(0.0 if device_lr else s.hyper[0], *s.hyper[1:]) for s in segments]
-        return cls([s.param for s in segments], [s.grad for s in segments], rows, np.array(hyper, dtype=np.float32), lr)
+        tables = [s.table for s in segments if s.table is not None]
+        assert len(tables) in (0, len(segments))
+        params, grads = [s.param for s in segments], [s.grad for s in segments]
+        return cls(params, grads, rows, np.array(hyper, dtype=np.float32), lr, tables=tables or None)
 
     def some(self, chosen: np.ndarray) -> Segments:
         """The segments of these numbers, in this order."""
@@ -140,6 +148,7 @@ class Segments:
             self.hyper[chosen],
             None if self.lr is None else [self.lr[i] for i in picked],
             None if self.cuts is None else [self.cuts[i] for i in picked],
+            tables=None if self.tables is None else [self.tables[i] for i in picked],
         )
 
     def __len__(self) -> int:
@@ -153,7 +162,8 @@ class Segments:
                 param, grad = param[begin:end], grad[begin:end]
             _, _, start, _, index, step, _, _ = (int(number) for number in self.rows[i])
             hyper = tuple(float(number) for number in self.hyper[i])
-            yield Segment(param, grad, start, index, step, hyper if self.lr is None else (self.lr[i], *hyper[1:]))
+            rates = hyper if self.lr is None else (self.lr[i], *hyper[1:])
+            yield Segment(param, grad, start, index, step, rates, None if self.tables is None else self.tables[i])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..kernels.rule import UpdateRule
 from ..paging.engine import Engine
 from ..paging.plan import parse_bytes
 from ..paging.store import Page
-from . import checkpoint, gradient_release, modes, options, sharded
+from . import checkpoint, gradient_release, learning, modes, options, sharded
 from .auto_master import AutoMaster
 from .backward_pass import NOT_FINITE
 from .finite import SKIPPED, Guard
@@ -89,7 +89,7 @@ class FlashOptimizer(Optimizer):
         self._guard = Guard(defaults["nonfinite"], NOT_FINITE if released else SKIPPED, kernel=defaults["kernel"])
         self._release = gradient_release.GradientRelease(self) if released else None
         self._auto = AutoMaster()
-        self._health = Health()
+        self._health, self._learning = Health(), learning.Learning()
         self.notes: dict[str, float] = {}  # numbers for the next log; whoever writes it takes them
         self._checked = False
         self._plan: StepPlan | None = None
@@ -113,6 +113,7 @@ class FlashOptimizer(Optimizer):
             names = group.get("param_names", [f"#{i} of group {len(self.param_groups) - 1}" for i in range(len(group["params"]))])
             for name, param in zip(names, group["params"], strict=True):
                 sharded.check(param)
+                learning.check(param, group, self.rule, self.defaults["gradient_release"])
                 options.check_param(local(param), name)
             for name in options.PLACEMENT:
                 group.pop(name, None)  # where and how hold for the whole optimizer, and are no part of a checkpoint
@@ -316,14 +317,10 @@ class FlashOptimizer(Optimizer):
         self._sweep_orphans()
         modes.check_accelerate()
         groups = [self.param_groups[number] for number in gradients.groups]
-        for param in gradients.params:
+        for param, group in zip(gradients.params, groups, strict=True):
             sharded.check(param)
-            record = self._layout.records.get(param)
-            if record is not None and record.shape != local(param).shape:
-                raise UnsupportedError(
-                    f"a parameter had shape {tuple(record.shape)} when its state was made and has {tuple(local(param).shape)} now. "
-                    "Resize the model (for example its embeddings) before the optimizer is made."
-                )
+            learning.check(param, group, self.rule, self._release is not None)
+            self._layout.check_shape(param)
         self._layout.ensure(zip(gradients.params, groups, strict=True))
         for param in gradients.params:
             self.state[param] = self._layout.records[param].views
@@ -349,6 +346,7 @@ class FlashOptimizer(Optimizer):
         plan.begin(gradients, self.param_groups, self.rule)
         self._auto.before(plan, self.param_groups, self._layout)
         self._health.begin(plan, self._layout)
+        self._learning.begin(plan)
         for device, entries in plan.pages.items():
             kernel, engine = select.kernel_for(device, self.defaults["kernel"]), self._layout.engine(device)
             works = {id(work.page): work for work in entries}
@@ -364,11 +362,12 @@ class FlashOptimizer(Optimizer):
             ) -> Callable[[], None]:
                 work = works[id(page)]
                 segments = plan.segments(work)
-                launch = partial(kernel, planes, segments, work.pool.fmt, **options)
+                launch = self._learning.around(partial(kernel, planes, segments, work.pool.fmt, **options), work, planes, engine.backend)
                 return self._health.around(launch, work, planes, segments, engine.backend, **options)
 
             engine.run([work.page for work in entries], prepare)
         plan.finish()
+        self._learning.end(plan, flags)
         self._health.end(self._layout)
         self._guard.defer(flags, plan, self._layout)
         self._conclude(plan)

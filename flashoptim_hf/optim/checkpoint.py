@@ -27,7 +27,7 @@ from ..codecs.base import Codec, State, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
 from ..errors import CheckpointError, ConfigurationError
 from . import convert, sharded
-from .layout import CORRECTION, STEP, PoolKey, Record, codec_views, local, pool_key
+from .layout import CORRECTION, STEP, PoolKey, Record, codec_views, encode_whole, local, pool_key
 from .options import PLACEMENT, STORAGE, check_group
 from .sources import DTYPE_KEY, FORMAT, FORMAT_KEY, check_form, corrected_dtype, weight_dtypes
 
@@ -135,20 +135,20 @@ class _Incoming:
         self.moved = False
         self.foreign = corrected_dtype(group) not in (None, str(param.dtype).removeprefix("torch."))
         odd = [
-            key for key in (STEP, CORRECTION, *(plane.name for plane in self.codec.planes)) if key in values and not _is_entry(key, values)
+            key for key in (STEP, CORRECTION, *(plane.name for plane in self.codec.parts)) if key in values and not _is_entry(key, values)
         ]
         if odd:
             raise CheckpointError(f"the state of {name} has {', '.join(odd)} in a form that no version writes: it is damaged.")
         if STEP in values:
             self.values, self.moved = sharded.incoming(param, self.codec, values, int(values[STEP]))
             values = self.values
-        missing = [plane.name for plane in self.codec.planes if plane.name not in values] + ([] if STEP in values else [STEP])
+        missing = [plane.name for plane in self.codec.parts if plane.name not in values] + ([] if STEP in values else [STEP])
         if missing:
             raise CheckpointError(
                 f"the state of {name} lacks {', '.join(missing)} (it has {', '.join(sorted(values))}): it belongs to another algorithm or "
                 f"is damaged. {type(optimizer).__name__} with codec={self.codec.name!r} needs all of them."
             )
-        for plane in self.codec.planes:
+        for plane in self.codec.parts:
             saved = values[plane.name]
             fits = saved.shape == shape if plane.group == 1 else saved.numel() == plane.entries(shape.numel())
             if not fits or saved.dtype != plane.dtype:
@@ -171,7 +171,7 @@ class _Incoming:
     def write(self, record: Record) -> bool:
         """Copy into the record's planes; True where the states had to be decoded and encoded again."""
         target = record.pool.fmt.codec
-        sources = [self.values[plane.name].reshape(-1) for plane in self.codec.planes]
+        sources = [self.values[plane.name].reshape(-1) for plane in self.codec.parts]
         step = int(self.values[STEP])
         same = target.name == self.codec.name
         if same:
@@ -180,8 +180,7 @@ class _Incoming:
         else:
             # decoded where the file lies (the CPU), one parameter at a time
             decoded = self.codec.decode([source.cpu() for source in sources], record.block.numel)
-            home = codec_views(record)[0].device
-            target.encode([value.to(home) for value in decoded], codec_views(record), step=step)
+            encode_whole(record, decoded, step)
         if CORRECTION in record.views and CORRECTION in self.values and not self.foreign:
             copy_correction(record.views[CORRECTION], self.values[CORRECTION])
         record.set_step(step)

@@ -94,7 +94,7 @@ def _read(
     if codec_name == "softsign" and states and all(state.name + foreign.QUANTIZED in values for state in states):
         pairs = [foreign.read_softsign(values, state.name) for state in states]
         entries = [pair[i] for i in range(2) for pair in pairs]
-        return {**found, **{plane.name: entry for plane, entry in zip(codec.planes, entries, strict=True)}}, dtype
+        return {**found, **{plane.name: entry for plane, entry in zip(codec.parts, entries, strict=True)}}, dtype
     decoded = [_decoded(source, values, state, number) for number, state in enumerate(states, 1)]
     if len(decoded) == 2 and any(foreign.is_torchao(v) or getattr(v, "dtype", None) == torch.uint8 for v in values.values()):
         # rounded apart, v can be 0 where m is not, and the next update would be m / eps
@@ -105,11 +105,11 @@ def _read(
 def _encoded(codec: Codec, decoded: Sequence[Tensor], step: int) -> dict[str, Tensor]:
     """fp32 states as a codec's planes, by their names."""
     if codec.name == "none":
-        return {plane.name: value for plane, value in zip(codec.planes, decoded, strict=True)}
+        return {plane.name: value for plane, value in zip(codec.parts, decoded, strict=True)}
     shape = decoded[0].shape
-    planes = [torch.zeros(plane.entries(shape.numel()), dtype=plane.dtype) for plane in codec.planes]
+    planes = [torch.zeros(plane.entries(shape.numel()), dtype=plane.dtype) for plane in codec.parts]
     codec.encode([value.flatten() for value in decoded], planes, step=step)
-    return {plane.name: value.view(shape) if plane.group == 1 else value for plane, value in zip(codec.planes, planes, strict=True)}
+    return {plane.name: value.view(shape) if plane.group == 1 else value for plane, value in zip(codec.parts, planes, strict=True)}
 
 
 def _stored_anew(algorithm: str, state_dict: Mapping[str, Any], storage: Sequence[tuple[str, bool]]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def decode(algorithm: str, values: Mapping[str, Any], group: Mapping[str, Any]) 
     """
     states = _states(algorithm, group)
     codec = get_codec(group["codec"], states, group.get("dither", True))
-    missing = [name for name in (*(plane.name for plane in codec.planes), STEP) if not isinstance(values.get(name), Tensor)]
+    missing = [name for name in (*(plane.name for plane in codec.parts), STEP) if not isinstance(values.get(name), Tensor)]
     if missing:
         raise CheckpointError(f"a state lacks {', '.join(missing)} (it has {', '.join(map(str, values))}): it is damaged.")
     for name, value in values.items():
@@ -260,7 +260,7 @@ def decode(algorithm: str, values: Mapping[str, Any], group: Mapping[str, Any]) 
     # constants may come in runs, the form that jobs of one process of torch.distributed save
     whole = torch.empty(shape, device="meta")
     planes, moved = sharded.incoming(whole, codec, values, int(values[STEP]))
-    for plane in codec.planes:
+    for plane in codec.parts:
         if planes[plane.name].dtype != plane.dtype or planes[plane.name].numel() != plane.entries(shape.numel()):
             raise CheckpointError(
                 f"{plane.name} of a parameter of shape {tuple(shape)} has {planes[plane.name].numel()} entries of "
@@ -269,8 +269,8 @@ def decode(algorithm: str, values: Mapping[str, Any], group: Mapping[str, Any]) 
     if moved:  # groups of several ranks: what they hold is known without the one more encode
         decoded = tuple(sharded.decoded(whole, codec, values))
     else:
-        decoded = codec.decode([planes[plane.name].reshape(-1) for plane in codec.planes], shape.numel())
-    return tuple(value.view(shape) for value in decoded), {plane.name: planes[plane.name] for plane in codec.planes}
+        decoded = codec.decode([planes[plane.name].reshape(-1) for plane in codec.parts], shape.numel())
+    return tuple(value.view(shape) for value in decoded), {plane.name: planes[plane.name] for plane in codec.parts}
 
 
 def _write(

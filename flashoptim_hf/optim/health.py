@@ -114,7 +114,7 @@ class Health:
             before = sample.take(planes)
             exact = sample.exact(before, inv_scale)
             launch()
-            sums = sample.compare(before, exact, sample.take(planes))
+            sums = sample.compare(before, exact, sample.take(planes, stepped=True))
             if skip is not None:
                 sums = torch.where(skip.reshape(()) != 0, 0, sums)
             table.index_add_(0, sample.owners, sums)
@@ -174,19 +174,23 @@ class _Sample:
             at = (look * span) % max(numel - span + ALIGN, 1) // ALIGN * ALIGN
             self._runs.append((at, min(span, numel - at)))
         starts = [start + at for start, (at, _) in zip(work.rows[:, START].tolist(), self._runs, strict=True)]
-        sent = _send([starts, [count for _, count in self._runs], work.list], backend)
+        sent = send([starts, [count for _, count in self._runs], work.list], backend)
         device = backend.device
-        self._hyper = _send(segments.hyper.T.tolist(), backend, torch.float32)[:, :, None]
+        self._hyper = send(segments.hyper.T.tolist(), backend, torch.float32)[:, :, None]
         self._first, counts, self.owners = sent[0], sent[1], sent[2]
         self._span = span
         self._there = torch.arange(span, device=device) < counts[:, None]
 
-    def take(self, planes: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """(states, master weights), fp32 [segments, elements]: copies."""
-        specs = self._fmt.codec.planes
+    def take(self, planes: Sequence[Tensor], stepped: bool = False) -> tuple[list[Tensor], Tensor]:
+        """(states, master weights), fp32 [segments, elements]: copies. `stepped`: the step has been made, and nothing else since."""
+        codec = self._fmt.codec
+        specs = codec.planes
         cut = [self._cut(plane, spec.group) for plane, spec in zip(planes, specs, strict=False)]
         shape = self._there.shape
-        states = [state.view(shape).where(self._there, 0) for state in self._fmt.codec.decode(cut, self._there.numel())]
+        if self._segments.tables is not None:
+            tables = torch.stack(list(self._segments.tables))
+            cut.append((codec.settled(tables) if stepped else tables).repeat_interleave(self._span // codec.group, 0))
+        states = [state.view(shape).where(self._there, 0) for state in codec.decode(cut, self._there.numel())]
         weight = self._gather(self._segments.params)
         if self._fmt.master_bits:
             weight = weight_split.join(weight.view(-1), self._cut(planes[-1], 1)).view(shape)
@@ -268,7 +272,7 @@ class _Sample:
         return torch.cat(parts).view(self._there.shape)
 
 
-def _send(rows: Sequence[Sequence[float]], backend: Backend, dtype: torch.dtype = torch.int64) -> Tensor:
+def send(rows: Sequence[Sequence[float]], backend: Backend, dtype: torch.dtype = torch.int64) -> Tensor:
     """A small table on the backend's device, without waiting."""
     table = torch.tensor(rows, dtype=dtype, device="cpu")
     if backend.device.type == "cpu":

@@ -6,7 +6,7 @@ when they first have a gradient, not at construction: FSDP2 and `model.to(...)` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..codecs.base import Plane, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE, copy_correction
+from ..errors import UnsupportedError
 from ..kernels.rule import Format, UpdateRule
 from ..paging.engine import Engine
 from ..paging.files import OffloadFiles
@@ -187,6 +188,15 @@ class Layout:
                 changed.append(param)
         return changed
 
+    def check_shape(self, param: Tensor) -> None:
+        """Refuse a parameter that was resized since its state was made. Raises `UnsupportedError`."""
+        record = self.records.get(param)
+        if record is not None and record.shape != local(param).shape:
+            raise UnsupportedError(
+                f"a parameter had shape {tuple(record.shape)} when its state was made and has {tuple(local(param).shape)} now. "
+                "Resize the model (for example its embeddings) before the optimizer is made."
+            )
+
     def requests(self, members: list[Tensor], groups: Mapping[Tensor, int]) -> list[list[Tensor]]:
         """In which requests the memory for parameters of one pool is asked for: all in one, in order.
 
@@ -250,14 +260,15 @@ class Layout:
         for i, plane in enumerate(pool.planes):
             view = block.view(i)
             record.views[plane.name] = view.view(record.shape) if plane.group == 1 else view
+        for table, fresh in zip(pool.fmt.codec.tables, pool.fmt.codec.fresh_tables(), strict=True):
+            block.table = record.views[table.name] = fresh.to(pool.key.device)
         if old is not None:
             before, after = old.pool.fmt.codec, pool.fmt.codec
             for name in (record.views.keys() & old.views.keys()) - {STEP, CORRECTION}:
                 if before.name == after.name and record.views[name].dtype == old.views[name].dtype:
                     record.views[name].copy_(old.views[name])
             if before.name != after.name and before.states and after.states:
-                decoded = before.decode(codec_views(old), old.block.numel)
-                after.encode([v.to(pool.key.device) for v in decoded], codec_views(record), step=old.step)
+                encode_whole(record, before.decode(codec_views(old), old.block.numel), old.step)
             if CORRECTION in record.views and CORRECTION in old.views and pool.key.dtype == old.pool.key.dtype:
                 copy_correction(record.views[CORRECTION], old.views[CORRECTION])
             record.set_step(old.step)
@@ -285,5 +296,14 @@ class Layout:
 
 
 def codec_views(record: Record) -> list[Tensor]:
-    """The record's planes without the correction, flat, in the codec's order."""
-    return [record.block.view(i) for i in range(len(record.pool.fmt.codec.planes))]
+    """The record's planes without the correction, flat, in the codec's order, then its tables."""
+    codec = record.pool.fmt.codec
+    return [*(record.block.view(i) for i in range(len(codec.planes))), *(record.views[table.name] for table in codec.tables)]
+
+
+def encode_whole(record: Record, values: Sequence[Tensor], step: int) -> None:
+    """Encode all of a parameter's states, fp32 (numel,), into its planes, with tables as they are before the first step."""
+    codec, views = record.pool.fmt.codec, codec_views(record)
+    for table, fresh in zip(views[len(codec.planes) :], codec.fresh_tables(), strict=True):
+        table.copy_(fresh)
+    codec.encode([value.to(views[0].device) for value in values], views, step=step)

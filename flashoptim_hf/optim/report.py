@@ -100,6 +100,9 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
             device += store.allocated_bytes
         if store.paged and backend.stages and backend.pinned is not None:
             pinned = backend.pinned and pinned is not False
+    for record in layout.records.values():
+        nbytes = 0 if record.block.table is None else record.block.table.nbytes
+        host, device = (host, device + nbytes) if layout.engine(record.pool.key.device).backend.stages else (host + nbytes, device)
     engines = list(layout.engines.values())
     stores = [pool.store for pool in layout.pools.values()]
     timed = _times(engines)
@@ -152,10 +155,9 @@ def planned_bytes(layout: Layout, params: Iterable[tuple[Tensor, dict[str, Any]]
         requests = [[local(param).numel() for param in request] for request in layout.requests(members, owners)]
         extents = [extent for numels in requests for extent in plan.extents(numels, ALIGN, pinned=pinned)]
         taken = sum(plane.nbytes(extent.capacity) for extent in extents for plane in layout.pool(key).planes)
-        if paged or not backend.stages:
-            host += taken
-        else:
-            device += taken
+        tables = len(members) * sum(table.nbytes(0) for table in layout.pool(key).fmt.codec.tables)
+        host, device = (host + taken, device) if paged or not backend.stages else (host, device + taken)
+        host, device = (host, device + tables) if backend.stages else (host + tables, device)
     return host, device
 
 

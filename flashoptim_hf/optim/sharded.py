@@ -76,7 +76,8 @@ def outgoing(param: Tensor, codec: Codec, values: Mapping[str, Any]) -> dict[str
     if not is_sharded(param) and not lonely:
         return dict(values)
     groups = {plane.name: plane.group for plane in codec.planes if plane.group > 1}
-    return {name: _out(param, value, groups.get(name)) if name != STEP else value for name, value in values.items()}
+    whole = {STEP, *(table.name for table in codec.tables)}
+    return {name: value if name in whole else _out(param, value, groups.get(name)) for name, value in values.items()}
 
 
 def _out(param: Tensor, value: Tensor, group: int | None) -> Tensor:
@@ -106,8 +107,9 @@ def incoming(param: Tensor, codec: Codec, values: Mapping[str, Any], step: int) 
     """
     groups = {plane.name: plane.group for plane in codec.planes if plane.group > 1}
     found: dict[str, Any] = {}
+    whole = {STEP, *(table.name for table in codec.tables)}
     for name, value in values.items():
-        if name == STEP or not isinstance(value, Tensor):
+        if name in whole or not isinstance(value, Tensor):
             found[name] = value
             continue
         value = _in(param, value, groups.get(name))
@@ -186,6 +188,7 @@ def _decode_runs(codec: Codec, found: Mapping[str, Any], row: int, numel: int) -
                 planes.append(padded.view(-1))
             else:
                 planes.append(flat[(torch.arange(start, stop, device="cpu") * run) // _run(row, plane.group)])
+        planes += [found[table.name].cpu() for table in codec.tables]
         decoded = codec.decode(planes, (stop - start) * codec.group)
         parts.append([value.view(stop - start, codec.group)[:, :run].reshape(-1) for value in decoded])
     return [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -194,10 +197,10 @@ def _decode_runs(codec: Codec, found: Mapping[str, Any], row: int, numel: int) -
 def _encode_anew(codec: Codec, found: dict[str, Any], row: int, numel: int, step: int) -> dict[str, Any]:
     """Decode every element, and encode in the groups of this shard."""
     values = _decode_runs(codec, found, row, numel)
-    planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype, device="cpu") for plane in codec.planes]
+    planes = [torch.zeros(plane.entries(numel), dtype=plane.dtype, device="cpu") for plane in codec.parts]
     codec.encode(values, planes, step=step)
     shapes = {plane.name: found[plane.name].shape for plane in codec.planes if plane.group == 1}
-    encoded = {p.name: v.view(shapes[p.name]) if p.group == 1 else v for p, v in zip(codec.planes, planes, strict=True)}
+    encoded = {p.name: v.view(shapes[p.name]) if p.group == 1 else v for p, v in zip(codec.parts, planes, strict=True)}
     return {**found, **encoded}
 
 

@@ -52,7 +52,7 @@ def of_state(state_dict: Mapping[str, Any], algorithm: str, key: Any, group: Map
         return []
     codec = get_codec(own["codec"], convert.STATES[algorithm], own.get("dither", True))
     theirs = coded and own["codec"] == "none"  # codes that were decoded on the way here
-    errors = [None] * len(decoded) if theirs else encode_errors(codec, [planes[plane.name] for plane in codec.planes])
+    errors = [None] * len(decoded) if theirs else encode_errors(codec, [planes[plane.name] for plane in codec.parts])
     rows = []
     for one, value, error in zip(codec.states, decoded, errors, strict=True):
         size = value.flatten()[:MOST].abs()
@@ -70,7 +70,7 @@ def encode_errors(codec: Codec, planes: list[Tensor]) -> list[float | None]:
     gap / sqrt(6) when dither takes either code with the probabilities that keep the mean.
     """
     count = min(planes[0].numel(), MOST) // ALIGN * ALIGN or planes[0].numel()
-    flat = [plane.reshape(-1)[: spec.entries(count)] for spec, plane in zip(codec.planes, planes, strict=True)]
+    flat = [plane.reshape(-1)[: spec.entries(count)] for spec, plane in zip(codec.parts, planes, strict=True)]
     exact = codec.decode(flat, count)
     expected = codec.expected_errors(flat, count)
     if expected is not None:

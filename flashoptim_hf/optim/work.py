@@ -37,6 +37,7 @@ class PageWork:
         cuts: for each segment, where it begins and ends in its parameter; None where every segment is a whole parameter.
         rows: the kernels' table with all that does not change.
         list: `owners`, as a list.
+        tables: for each segment, its parameter's table, where the codec has one; else None.
     """
 
     def __init__(self, pool: Pool, page: Page, numbers: dict[Tensor, int]) -> None:
@@ -49,6 +50,8 @@ class PageWork:
         for row, piece in zip(self.rows, pieces, strict=True):
             row[START], row[NUMEL], row[INDEX] = piece.start, piece.numel, piece.index
         assert not (self.rows[:, START] % ALIGN).any()
+        tables = [piece.block.table for piece in pieces if piece.block.table is not None]
+        self.tables = tables if pool.fmt.codec.tables else None
         whole = all(piece.numel == piece.block.numel for piece in pieces)
         self.cuts = None if whole else [(piece.index, piece.index + piece.numel) for piece in pieces]
 
@@ -64,7 +67,7 @@ class PageWork:
         rates = None if lr is None else self._pick(lr)
         # the parameters of a page have one dtype, and pieces are never empty
         uniform = bool(self.list) and isinstance(types, int)
-        return Segments(self._pick(flat.params), self._pick(flat.grads), rows, hyper[owners], rates, self.cuts, uniform)
+        return Segments(self._pick(flat.params), self._pick(flat.grads), rows, hyper[owners], rates, self.cuts, uniform, self.tables)
 
     def _pick(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors[self.owners] if isinstance(self.owners, slice) else [tensors[i] for i in self.list]

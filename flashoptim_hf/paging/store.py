@@ -30,11 +30,13 @@ class Block:
     Attributes:
         numel: elements.
         owner: whatever the user wants to find again from a page's pieces; opaque here.
+        table: a tensor that belongs to the block and is not paged; opaque here.
     """
 
     def __init__(self, numel: int, extent: _Extent | None, start: int, empty: tuple[Tensor, ...]) -> None:
         self.numel = numel
         self.owner: Any = None
+        self.table: Tensor | None = None
         self._extent = extent
         self._start = start
         self._empty = empty

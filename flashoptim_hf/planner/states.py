@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..codecs.base import ALIGN, Plane, get_codec
+from ..codecs.base import ALIGN, Codec, Plane, get_codec
 from ..codecs.weight_split import CORRECTION_DTYPE
 from ..errors import ConfigurationError
 from ..kernels.rule import UpdateRule
@@ -112,7 +112,7 @@ def ours(
     options = {**options, "device_budget_bytes": parse_budget(options["device_budget_bytes"])}
     paged, pinned = options["paged"] and gpu, pinned and gpu
     planes_used: dict[str, int] = {}
-    device = host = 0
+    device = host = tables = 0
     sizes: dict[PageId, int] = {}
     slots: dict[PageId, int] = {}
     by_dtype: dict[torch.dtype, list[int]] = {}
@@ -125,11 +125,15 @@ def ours(
             planes_used[plane.name] = planes_used.get(plane.name, 0) + sum(plane.nbytes(numel) for numel in numels)
         at_home = plan.host_bytes(numels, layouts, ALIGN, pinned=pinned and paged)
         host, device = (host + at_home, device) if paged or not gpu else (host, device + at_home)
+        for table in codec_of(rule, options).tables:
+            planes_used[table.name] = planes_used.get(table.name, 0) + table.nbytes(0) * len(numels)
+            tables += table.nbytes(0) * len(numels)
         for place, (nbytes, slot) in enumerate(_pages(numels, layouts, plan.parse_bytes(options["page_bytes"]), pinned and paged)):
             sizes[number, place], slots[number, place] = nbytes, slot
+    host, device = (host, device + tables) if gpu else (host + tables, device)
     if not paged:
         return StatePlan(planes_used, device=device, host=host, pages=len(sizes))
-    return _staged(StatePlan(planes_used, host=host, pages=len(sizes)), options, sizes, slots)
+    return _staged(StatePlan(planes_used, device=device, host=host, pages=len(sizes)), options, sizes, slots)
 
 
 def _staged(state: StatePlan, options: Mapping[str, Any], sizes: dict[PageId, int], slots: dict[PageId, int]) -> StatePlan:
@@ -147,14 +151,22 @@ def _staged(state: StatePlan, options: Mapping[str, Any], sizes: dict[PageId, in
     if options["device_budget_bytes"] == "auto":
         remark = "device_budget_bytes=auto: pages stay in what is free after the first step; counted as if none did"
     return replace(
-        state, device=sum(slots[page] for page in stay), staging=staging, travels=sum(sizes[page] for page in travel), remark=remark
+        state,
+        device=state.device + sum(slots[page] for page in stay),
+        staging=staging,
+        travels=sum(sizes[page] for page in travel),
+        remark=remark,
     )
+
+
+def codec_of(rule: UpdateRule, options: Mapping[str, Any]) -> Codec:
+    """The codec that stores the rule's states."""
+    return get_codec(options["codec"], rule.states if rule.keeps_states(dict(options)) else (), options["dither"])
 
 
 def planes_of(rule: UpdateRule, options: Mapping[str, Any], dtype: torch.dtype) -> tuple[Plane, ...]:
     """The planes of tensors of one dtype, as `optim/layout.py` makes them; master_bits="auto" counts as 24, with which it begins."""
-    states = rule.states if rule.keeps_states(dict(options)) else ()
-    planes = get_codec(options["codec"], states, options["dither"]).planes
+    planes = codec_of(rule, options).planes
     bits = options["master_bits"] if dtype != torch.float32 else None
     if bits:
         planes = (*planes, Plane(CORRECTION, CORRECTION_DTYPE[24 if bits == "auto" else bits]))
