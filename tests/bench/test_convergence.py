@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import math
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -18,9 +19,20 @@ from torch import nn
 
 from flashoptim_hf.bench import convergence, convergence_file
 from flashoptim_hf.bench.convergence import choose_tasks, footnotes, run, settle, table, train, work
-from flashoptim_hf.bench.convergence_optimizers import NAMES, OPTIMIZERS, Stepper, choose
+from flashoptim_hf.bench.convergence_optimizers import NAMES, OPTIMIZERS, OURS, PEERS, Stepper, choose
 from flashoptim_hf.bench.convergence_plot import figure
-from flashoptim_hf.bench.convergence_records import Record, add_rows, check_settings, compare, half_width, read, student, thinned, write
+from flashoptim_hf.bench.convergence_records import (
+    Comparison,
+    Record,
+    add_rows,
+    check_settings,
+    compare,
+    half_width,
+    read,
+    student,
+    thinned,
+    write,
+)
 from flashoptim_hf.bench.convergence_tasks import LONG, TASKS, Assets, Task
 from flashoptim_hf.bench.report import Report
 from flashoptim_hf.errors import ConfigurationError, UnsupportedError
@@ -446,3 +458,50 @@ def test_the_page_shows_the_shipped_results() -> None:
             assert cells[2].partition(" ")[0] == f"{found.difference:+.4f}"
             assert cells[2].rpartition(" ")[2] in (f"{found.interval:.4f}", cells[2])
             assert (cells[3], cells[5]) == (f"{found.distance:.4f}", found.verdict())
+
+
+def stated_counts(comparisons: list[Comparison]) -> str:
+    """The sentence that page and README have about how many pairs are within."""
+    within = {}
+    for title, names in (("ours", OURS), ("peers", PEERS), ("control", ("fp32_nudged",))):
+        judged = [found for found in comparisons if found.optimizer in names and found.within is not None]
+        within[title] = f"{sum(bool(found.within) for found in judged)} of {len(judged)}"
+    return (
+        f"Of ours {within['ours']} pairs have 0 in their interval, of bitsandbytes and torchao {within['peers']}, of the nudged control "
+        f"{within['control']}."
+    )
+
+
+def test_the_page_counts_and_names_what_is_outside() -> None:
+    comparisons = compare(read(RESULTS))
+    text = " ".join((ROOT / "docs/convergence.md").read_text(encoding="utf-8").split())
+    assert stated_counts(comparisons) in text
+    outside = [found for found in comparisons if found.within is False]
+    for found in outside:
+        assert f"`{found.optimizer}` on {found.task}, {found.difference:+.4f} ± {found.interval:.4f}" in text
+    sentence = text.partition("Outside: ")[2].partition(". ")[0]
+    assert sentence.count(" on ") == len(outside)
+
+
+def test_the_readme_shows_the_shipped_results() -> None:
+    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- convergence table: begin -->")[2]
+    block = block.partition("<!-- convergence table: end -->")[0]
+    heads, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines() if line.startswith("|"))
+    comparisons = compare(read(RESULTS))
+    found = {(entry.task, entry.optimizer): entry for entry in comparisons}
+    shown = set()
+    for task, seeds, loss, *cells in rows:
+        assert (seeds, loss) == (str(found[task, "fp32"].seeds), f"{found[task, 'fp32'].loss:.4f}")
+        for head, cell in zip(heads[3:], cells, strict=True):
+            names = [name for name in NAMES if name in re.findall(r"\w+", head) and (task, name) in found]
+            if not names:
+                assert not cell
+                continue
+            entry = found[task, names[0]]
+            shown.add((task, names[0]))
+            assert cell.startswith(f"{entry.difference:+.4f}")
+            assert (f" ± {entry.interval:.4f}" in cell) == (entry.seeds > 1)
+            assert ("*" in cell) == (entry.within is False)
+            assert ("seed" in cell) == (entry.seeds != found[task, "fp32"].seeds)
+    assert shown == {key for key in found if key[1] != "fp32"}
+    assert stated_counts(comparisons) in " ".join(block.split())
