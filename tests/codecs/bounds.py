@@ -73,6 +73,16 @@ def junk(codec: Codec, count: int, generator: torch.Generator) -> list[Tensor]:
     return planes
 
 
+def bent(codec: Codec, generator: torch.Generator) -> list[Tensor]:
+    """Tables of any kind: for `learned` two curves with parts up to 4 times as steep as a straight one, and 40 times as flat."""
+    tables = []
+    for table in codec.tables:
+        steep = torch.exp2(torch.rand(2, table.count // 2 - 1, generator=generator, dtype=torch.float64) * 4)
+        ends = torch.nn.functional.pad((steep / steep.sum(1, keepdim=True)).cumsum(1), (1, 0))
+        tables.append(ends.clamp_max(1).to(table.dtype).flatten())
+    return tables
+
+
 def share(error: Tensor, bound: Tensor, also: Tensor | float) -> float:
     """The largest error as a share of its bound, where `also` is forgiven; infinite where a bound of 0 is broken, or something is NaN."""
     over = error - also
@@ -122,6 +132,29 @@ def check_joint(codec: Codec, planes: list[Tensor], values: list[Tensor], decode
     }
 
 
+def check_learned(codec: Codec, planes: list[Tensor], values: list[Tensor], decoded: list[Tensor]) -> Ratios:
+    top, entry, umax = (plane.double()[:, None] for plane in planes[2:5])
+    knots = planes[5].double()[17:]
+    n, levels, width = (x.double() for x in lattice(entry.float()))
+    word = (planes[1].int() * 256 + planes[0]).view(-1, 32).double()
+
+    def place(code: Tensor) -> Tensor:
+        at = (code - 1).clamp_min(0).minimum(levels - 1) * 16 / (levels - 1)
+        part = at.floor().clamp_max(15).long()
+        return 1 + (levels - 1) * (knots[part] + (at - part) * (knots[part + 1] - knots[part]))
+
+    code = torch.floor(word / (2 * n + 1))
+    log_r = (place(code) + 16 * top - levels) * width
+    gap = width * torch.maximum(place(code + 1) - place(code), place(code) - place(code - 1))
+    (m, v), (m_hat, v_hat) = values, decoded
+    bound = torch.exp2(log_r) * umax * (1 / (2 * n)).clamp_min(2.0**-8) * (1 + 2.0**-7)
+    high = v.log2() / 2 > 64 - 2.0**-10 - gap - width
+    return {
+        "r": logarithmic(v, log_r, v_hat, torch.where(high, gap + width, gap if codec.dither else gap / 2)),
+        "m": share((m_hat - m).abs().where(v > 0, m_hat.abs()), bound.where(v > 0, 0), FP32 * m.abs() + TINY),
+    }
+
+
 def half_float(largest: Tensor) -> Tensor:
     """How far a group's largest value may be from its scale: half an ulp of fp16, what is beyond 65504, and 2^-24 where fp16 has 0."""
     rounding = (largest * 2.0**-11).clamp_min(2.0**-25)
@@ -161,6 +194,8 @@ CASES: dict[str, tuple[str, int, bool, Check]] = {
     "log, nearest": ("log", 2, False, check_log),
     "joint": ("joint", 2, True, check_joint),
     "joint, nearest": ("joint", 2, False, check_joint),
+    "learned": ("learned", 2, True, check_learned),
+    "learned, nearest": ("learned", 2, False, check_learned),
     "softsign": ("softsign", 2, True, check_softsign),
     "softsign, one momentum": ("softsign", 1, True, check_softsign),
     "square": ("square", 1, True, check_square),
@@ -179,7 +214,10 @@ def batch(name: str, count: int, seed: int) -> Ratios:
     planes = junk(codec, count, generator)
     index = 64 * int(torch.randint(2**34, (1,), generator=generator))
     step = int(torch.randint(2**31, (1,), generator=generator)) >> int(torch.randint(31, (1,), generator=generator))
+    planes += bent(codec, generator)
     codec.encode([value.flatten() for value in values], planes, index=index, step=step)
+    for table in planes[len(codec.planes) :]:
+        table.copy_(table[len(table) // 2 :].repeat(2))  # what was encoded by the second curve is decoded by it
     decoded = codec.decode(planes, count * codec.group)
     wide = [[x.double().view(count, -1) for x in xs] for xs in (values, decoded)]
     return check(codec, planes, *wide)
