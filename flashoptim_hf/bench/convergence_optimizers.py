@@ -49,6 +49,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Make]] = MappingProxyType(
             **_with_control(torch.optim.AdamW),
             "log": FlashAdamW,
             "joint": partial(FlashAdamW, codec="joint"),
+            "learned": partial(FlashAdamW, codec="learned"),
             "bitsandbytes": partial(_bitsandbytes, "AdamW8bit"),
             "torchao": _torchao,
         },
@@ -67,7 +68,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Make]] = MappingProxyType(
 )
 """Algorithm to its optimizers; each takes parameters, `lr` and `weight_decay`. The first is what the others are compared with."""
 
-OURS = ("log", "joint", "square")
+OURS = ("log", "joint", "learned", "square")
 """Those of this package, under the names of their codecs."""
 PEERS = ("bitsandbytes", "torchao")
 """Those that are other packages, under their names."""
