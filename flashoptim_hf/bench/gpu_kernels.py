@@ -41,7 +41,7 @@ WEIGHT_ROUNDING = {"bf16+24": 2.0**-14, "bf16+32": 2.0**-21, "fp32": 2.0**-21, "
 UPDATE_ROUNDING = 1e-3
 """And relative to lr: the device's reciprocal and square root are approximate, to about 1e-6."""
 FEEDBACK = 0.2
-"""And, with `joint`, where codes differ: what one code of u is worth at most."""
+"""And, with codecs that feed errors back, where codes differ: what one code of u is worth at most."""
 PATH_SIZES = ((300, 257), (64, 64), (7,), (100_000,))
 PATH_PAGE = "64KiB"
 PATH_STEPS = 20
@@ -124,6 +124,7 @@ def _one_step(machine: Machine, case: str, name: str, readable: FlashAdamW, fast
     for optimizer in (readable, fast):
         _set_gradients(_params(optimizer), STEPS_BEFORE)
         optimizer.step()
+    feeds_back = get_codec(readable.param_groups[0]["codec"], RULE.states).feeds_back
     most, different, codes, constants, weights, excess = 0, 0, 0, 0.0, 0.0, 0.0
     for a, b in zip(_params(readable), _params(fast), strict=True):
         # m is stored relative to what v decodes to, and to the largest of its group: where v fell to another side of a rounding boundary,
@@ -146,7 +147,7 @@ def _one_step(machine: Machine, case: str, name: str, readable: FlashAdamW, fast
         first, second = (optimizer.decoded_state(p)["master_weight"].double() for optimizer, p in ((readable, a), (fast, b)))
         apart = (first - second).abs().flatten()
         # what rounding took from m is made up for in the weight, so that another code is another weight
-        fed_back = FEEDBACK * LR * (~same).to(apart) if "joint" in case else 0
+        fed_back = FEEDBACK * LR * (~same).to(apart) if feeds_back else 0
         weights = max(weights, float(apart.max()) / LR)
         excess = max(excess, float((apart - WEIGHT_ROUNDING[name] * first.abs().flatten() - UPDATE_ROUNDING * LR - fed_back).max()))
     share = different / max(codes, 1)
