@@ -25,6 +25,7 @@ FUNCTIONS = MappingProxyType(
     {
         ("adamw", "log"): ("_cpu_adamw", "flashoptim_adamw_log"),
         ("adamw", "joint"): ("_cpu_adamw", "flashoptim_adamw_joint"),
+        ("adamw", "learned"): ("_cpu_adamw", "flashoptim_adamw_learned"),
         ("lion", "square"): ("_cpu_momentum", "flashoptim_lion_square"),
         ("sgd", "square"): ("_cpu_momentum", "flashoptim_sgd_square"),
     }
@@ -73,7 +74,7 @@ def supports(fmt: Format) -> bool:
 
 
 def compiled() -> str:
-    """All that the compiled path has, for people: "adamw with codec='log' or 'joint', ..."."""
+    """All that the compiled path has, for people: "adamw with codec='log' or 'joint' or 'learned', ..."."""
     codecs: dict[str, list[str]] = {}
     for rule, codec in FUNCTIONS:
         codecs.setdefault(rule, []).append(codec)
@@ -147,7 +148,11 @@ def update_page(
     if columns.lr is not None:
         hyper = hyper.copy()
         hyper[:, 0] = [float(lr) for lr in columns.lr]
-    addresses = (ctypes.c_void_p * 6)(*(plane.data_ptr() for plane in planes))
+    addresses = (ctypes.c_void_p * 7)(*(plane.data_ptr() for plane in planes))
+    if fmt.codec.tables:
+        assert columns.tables is not None
+        tables = np.array(list(map(Tensor.data_ptr, columns.tables)), dtype=np.int64)
+        addresses[6] = tables.ctypes.data
     getattr(loaded, entry)(
         rows.ctypes.data,
         hyper.ctypes.data,

@@ -129,9 +129,9 @@ def test_every_weight_survives_a_zero_step(isa, dtype, bits):
         assert torch.equal(c[same & normal], expected_c[same & normal])
 
 
-def assert_only_segments_change(fmt: Format, isa: int) -> None:
+def assert_only_segments_change(fmt: Format, isa: int, kind: type[Page] = Page) -> None:
     """A step of a page changes every segment in every plane, and nothing between two segments."""
-    page = Page(fmt, torch.bfloat16, torch.bfloat16)
+    page = kind(fmt, torch.bfloat16, torch.bfloat16)
     for plane in page.planes:
         plane.view(torch.uint8).fill_(7)
     before = [plane.clone() for plane in page.planes]
@@ -150,11 +150,11 @@ def test_only_the_segments_are_touched(isa):
     assert_only_segments_change(fmt(24), isa)
 
 
-def assert_threads_change_no_bits(fmt: Format, isa: int) -> None:
+def assert_threads_change_no_bits(fmt: Format, isa: int, kind: type[Page] = Page) -> None:
     """Three steps of a page, with one, two and five threads."""
     results = []
     for threads in (1, 2, 5):
-        page = Page(fmt, torch.bfloat16, torch.float32)
+        page = kind(fmt, torch.bfloat16, torch.float32)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:

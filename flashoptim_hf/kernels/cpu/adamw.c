@@ -1,6 +1,6 @@
-/* AdamW with `log` or `joint` states on a CPU: decode, update, encode, in one pass over memory.
+/* AdamW with `log`, `joint` or `learned` states on a CPU: decode, update, encode, in one pass over memory.
  *
- * The arithmetic is that of codecs/log.py (or codecs/joint.py), codecs/weight_split.py and optim/adamw.py, some groups of elements at a time.
+ * The arithmetic is that of codecs/log.py (or joint.py, or learned.py), codecs/weight_split.py and optim/adamw.py, some groups of elements at a time.
  * The file includes itself once for each instruction set of x86-64 (see simd.h); which one runs is decided when the library is called.
  * Approximations of log2 and exp2 are far finer than the codec's lattice, so codes differ from the eager ones at rounding boundaries only.
  */
@@ -35,12 +35,20 @@ typedef struct {
     void *correction;
 } joint_planes;
 
+/* Those of `learned`, the same, and the tables of its parameters. */
+typedef struct {
+    joint_planes joint;
+    const int64_t *tables; /* the address of each segment's table: two curves, fp16 */
+    const segment *segments;
+} learned_planes;
+
 /* How far an error of m will move a weight in the steps to come, in units of what m itself moves it in one: `settle` in optim/adamw.py. */
 static float joint_coast(double beta1, double beta1_rest, int64_t step) {
     const double power = pow(beta1, (double)step), q = power > 1e-4 ? power : 1e-4;
     return (float)(beta1 / beta1_rest * (q - 1) * log(1 - q) / q);
 }
 
+#include "curve.h"
 #include "loop.h"
 
 /* ------------------------------------------------------------------ one body for each instruction set */
@@ -120,6 +128,15 @@ void flashoptim_adamw_joint(
     run_page(PICK(isa, run_joint), segments, hypers, 1, count, where, &how, threads);
 }
 
+/* `where` has the address of the tables' addresses last. */
+void flashoptim_adamw_learned(
+    const segment *segments, const hyper *hypers, int64_t count, const learned_planes *where, int master_bits, int dither, float inv_scale,
+    int threads, int isa) {
+    const options how = {master_bits, dither, inv_scale};
+    const learned_planes mine = {where->joint, where->tables, segments};
+    run_page(PICK(isa, run_learned), segments, hypers, 1, count, (const planes *)(const void *)&mine, &how, threads);
+}
+
 #else /* the body */
 
 #include "simd.h"
@@ -197,6 +214,7 @@ static void NAME(run)(const segment *s, const hyper *h, const planes *where, con
     for (; g < last; g++) NAME(any_group)(s, h, where, how, g, (int)(s->numel - g * GROUP < GROUP ? s->numel - g * GROUP : GROUP));
 }
 
+#include "curve.h"
 #include "adamw_joint.h"
 
 #undef TILE

@@ -1,5 +1,6 @@
-/* AdamW with `joint` states: decode, update, encode, feed back what rounding took from m, and store the weight. Included by adamw.c, once for
- * each instruction set. The arithmetic is that of codecs/joint.py and of `settle` in optim/adamw.py, with the names used there. */
+/* AdamW with `joint` or `learned` states: decode, update, encode, feed back what rounding took from m, and store the weight. Included by adamw.c,
+ * once for each instruction set. The arithmetic is that of codecs/joint.py, of codecs/learned.py where there are curves, and of `settle` in
+ * optim/adamw.py, with the names used there. Whether there are curves is known when a function is compiled, but in `joint_any`. */
 #define JOINT 32
 #define JOINT_TILE 16
 typedef struct {
@@ -39,6 +40,9 @@ OP V NAME(joint_allot)(V octaves, V before, V umax, float time) {
     return NAME(pick)(NAME(lt)(limit, umax * umax * time), fine, n);
 }
 
+/* Steps between the first code of a group and its last. */
+OP float NAME(joint_span)(const NAME(joint_tile) *t, int k) { return t->anchor[k] * 16 - t->base[k] - 1; }
+
 /* Whether weights and gradients are of types that the next functions know: FP32 without corrections, or BF16. */
 OP int NAME(joint_knows)(const segment *s, int bits) {
     return s->grad_type != FP16 && (s->param_type == BF16 ? bits == 0 || bits == 24 || bits == 32 : s->param_type == FP32 && bits == 0);
@@ -70,10 +74,11 @@ OP void NAME(joint_write)(const segment *s, const joint_planes *where, int bits,
 
 /* First pass over one group: decode, and update the moments. */
 OP void NAME(joint_moments)(
-    const segment *s, const hyper *h, const joint_planes *where, const options *how, int64_t g, NAME(joint_tile) *t, int k) {
+    const segment *s, const hyper *h, const joint_planes *where, const curve *stored, const options *how, int64_t g, NAME(joint_tile) *t, int k) {
     const int64_t at = g * JOINT, element = s->start + at;
     const float rest1 = h->beta1_rest * how->inv_scale, rest2 = h->beta2_rest * how->inv_scale * how->inv_scale;
-    const float n = t->n[k], span = 2 * n + 1, inverse = 1 / span, unit = t->umax[k] / n, step = t->width[k], first = t->base[k];
+    const float n = t->n[k], states = 2 * n + 1, inverse = 1 / states, unit = t->umax[k] / n, step = t->width[k], first = t->base[k];
+    const float span = stored ? NAME(joint_span)(t, k) : 0, spacing = stored ? KNOTS / span : 0;
     V grads[JOINT / W];
     NAME(joint_read_grad)(s, at, grads);
     #pragma GCC unroll 8
@@ -82,8 +87,9 @@ OP void NAME(joint_moments)(
         const V word = NAME(to_f)((NAME(from_u8)(where->high + element + j) << 8) | NAME(from_u8)(where->low + element + j));
         /* half a word off a whole number, so that no rounding of the product matters */
         const V code = NAME(floor)(word * inverse + 0.5f * inverse);
-        const V r = NAME(keep)(NAME(lt)(NAME(set)(0), code), NAME(exp2)((code + first) * step));
-        NAME(save)(t->m[k] + j, (word - code * span - n) * unit * r * h->beta1 + grad * rest1);
+        const V place = stored ? NAME(place)(stored, code, span, spacing) : code;
+        const V r = NAME(keep)(NAME(lt)(NAME(set)(0), code), NAME(exp2)((place + first) * step));
+        NAME(save)(t->m[k] + j, (word - code * states - n) * unit * r * h->beta1 + grad * rest1);
         /* at most the largest number: an infinite v would make inf - inf below */
         NAME(save)(t->log_r[k] + j, NAME(min)(r * h->beta2 * r + grad * rest2 * grad, NAME(set)(0x1.fffffep127f)));
     }
@@ -131,8 +137,8 @@ OP void NAME(joint_constants)(NAME(joint_tile) *t, const float time, const int b
 
 /* Last pass over one group: to codes, and on to the weight. */
 OP void NAME(joint_encode)(
-    const segment *s, const hyper *h, const joint_planes *where, const options *how, float coast, int64_t g, NAME(joint_tile) *t, int k,
-    const int dither) {
+    const segment *s, const hyper *h, const joint_planes *where, const curve *next, const options *how, float coast, int64_t g,
+    NAME(joint_tile) *t, int k, const int dither) {
     const int64_t at = g * JOINT, element = s->start + at;
     const float n = t->n[k], width = t->width[k], base = t->base[k], last = t->last[k];
     const float curve = 0.69314718f * width * 0x1p24f, slope = 0x1p24f - curve; /* of the threshold for rounding up, in units of 2^-24 */
@@ -141,8 +147,11 @@ OP void NAME(joint_encode)(
     #pragma GCC unroll 8
     for (int j = 0; j < JOINT; j += W) {
         const V log_r = NAME(load)(t->log_r[k] + j);
-        V x = NAME(min)(NAME(max)(log_r / width - base, NAME(set)(1)), NAME(set)(last)), whole;
-        if (dither) {
+        V x = NAME(min)(NAME(max)(log_r / width - base, NAME(set)(1)), NAME(set)(last)), whole, place;
+        if (next) {
+            const V drawn = NAME(weyl)(start + (uint32_t)j * 2654435761u, 2654435761u);
+            whole = NAME(on_curve)(next, x, NAME(joint_span)(t, k), last, 0.69314718f * width, dither ? &drawn : 0, &place);
+        } else if (dither) {
             whole = NAME(floor)(x);
             x = x - whole;
             const M up = NAME(lt)(NAME(weyl)(start + (uint32_t)j * 2654435761u, 2654435761u), x * (curve * x + slope));
@@ -151,7 +160,7 @@ OP void NAME(joint_encode)(
             whole = NAME(floor)(x + 0.5f);
         }
         code[j / W] = whole;
-        r[j / W] = NAME(exp2)((whole + base) * width);
+        r[j / W] = NAME(exp2)(((next ? place : whole) + base) * width);
         u[j / W] = NAME(keep)(NAME(lt)(NAME(set)(-0x1p99f), log_r), NAME(load)(t->m[k] + j) / r[j / W]);
         largest = NAME(max)(largest, (V)((I)u[j / W] & 0x7FFFFFFF));
     }
@@ -174,9 +183,10 @@ OP void NAME(joint_encode)(
     NAME(joint_write)(s, where, how->master_bits, at, w);
 }
 
-/* `count` <= JOINT_TILE groups from `g` on. */
-static __attribute__((noinline)) void NAME(joint_groups)(
-    const segment *s, const hyper *h, const joint_planes *where, const options *how, float coast, int64_t g, int count) {
+/* `count` <= JOINT_TILE groups from `g` on; without curves, codes are places. */
+OP void NAME(joint_update)(
+    const segment *s, const hyper *h, const joint_planes *where, const curve *stored, const curve *next, const options *how, float coast, int64_t g,
+    int count) {
     NAME(joint_tile) t;
     const int64_t group = s->start / JOINT + g;
     for (int k = 0; k < JOINT_TILE; k++) {
@@ -186,11 +196,11 @@ static __attribute__((noinline)) void NAME(joint_groups)(
         t.top[k] = t.low[k] = 0;
     }
     NAME(joint_constants)(&t, 0, 1);
-    for (int k = 0; k < count; k++) NAME(joint_moments)(s, h, where, how, g + k, &t, k);
+    for (int k = 0; k < count; k++) NAME(joint_moments)(s, h, where, stored, how, g + k, &t, k);
     for (int k = 0; k < count; k++) NAME(joint_ratios)(h, &t, k);
     NAME(joint_constants)(&t, (float)s->step, 0);
-    if (how->dither) for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, how, coast, g + k, &t, k, 1);
-    else for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, how, coast, g + k, &t, k, 0);
+    if (how->dither) for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, next, how, coast, g + k, &t, k, 1);
+    else for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, next, how, coast, g + k, &t, k, 0);
     for (int k = 0; k < count; k++) {
         where->levels[group + k] = (uint8_t)t.entry[k];
         where->umax[group + k] = (uint16_t)(bits_of(t.umax[k]) >> 16);
@@ -198,9 +208,19 @@ static __attribute__((noinline)) void NAME(joint_groups)(
     }
 }
 
-/* n <= GROUP elements of any types from group `g` of GROUP elements on, by way of fp32 masters on the stack. */
+static __attribute__((noinline)) void NAME(joint_groups)(
+    const segment *s, const hyper *h, const joint_planes *where, const options *how, float coast, int64_t g, int count) {
+    NAME(joint_update)(s, h, where, 0, 0, how, coast, g, count);
+}
+
+static __attribute__((noinline)) void NAME(learned_groups)(
+    const segment *s, const hyper *h, const joint_planes *where, const curves *bent, const options *how, float coast, int64_t g, int count) {
+    NAME(joint_update)(s, h, where, &bent->stored, &bent->next, how, coast, g, count);
+}
+
+/* n <= GROUP elements of any types from group `g` of GROUP elements on, by way of fp32 masters on the stack. `bent`: NULL for `joint`. */
 static __attribute__((noinline)) void NAME(joint_any)(
-    const segment *s, const hyper *h, const joint_planes *where, const options *how, float coast, int64_t g, int n) {
+    const segment *s, const hyper *h, const joint_planes *where, const curves *bent, const options *how, float coast, int64_t g, int n) {
     const int64_t at = g * GROUP, element = s->start + at, group = element / JOINT;
     const int count = (n + JOINT - 1) / JOINT;
     float w[GROUP] = {0}, grad[GROUP] = {0};
@@ -211,22 +231,36 @@ static __attribute__((noinline)) void NAME(joint_any)(
     const segment local = {(int64_t)(intptr_t)w, (int64_t)(intptr_t)grad, 0, GROUP, s->index + at, s->step, FP32, FP32};
     const joint_planes buffers = {low, high, where->top + group, where->levels + group, where->umax + group, 0};
     const options plain = {0, how->dither, how->inv_scale};
-    NAME(joint_groups)(&local, h, &buffers, &plain, coast, 0, count);
+    if (bent) NAME(learned_groups)(&local, h, &buffers, bent, &plain, coast, 0, count);
+    else NAME(joint_groups)(&local, h, &buffers, &plain, coast, 0, count);
     memcpy(where->low + element, low, (size_t)n);
     memcpy(where->high + element, high, (size_t)n);
     NAME(write_any)(s, where->correction, how->master_bits, at, n, w);
 }
 
 /* As `run` in adamw.c: the groups [first, last) of GROUP elements, each two groups of `joint`. */
-static void NAME(run_joint)(const segment *s, const hyper *h, const planes *opaque, const options *how, int64_t first, int64_t last) {
-    const joint_planes *where = (const joint_planes *)(const void *)opaque;
+OP void NAME(run_either)(
+    const segment *s, const hyper *h, const joint_planes *where, const curves *bent, const options *how, int64_t first, int64_t last) {
     const float coast = joint_coast(h->beta1, h->beta1_rest, s->step);
     const int64_t full = s->numel / GROUP < last ? s->numel / GROUP : last;
     int64_t g = first;
     if (NAME(joint_knows)(s, how->master_bits))
-        for (; g < full; g += JOINT_TILE / 2)
-            NAME(joint_groups)(s, h, where, how, coast, 2 * g, full - g < JOINT_TILE / 2 ? 2 * (int)(full - g) : JOINT_TILE);
+        for (; g < full; g += JOINT_TILE / 2) {
+            const int count = full - g < JOINT_TILE / 2 ? 2 * (int)(full - g) : JOINT_TILE;
+            if (bent) NAME(learned_groups)(s, h, where, bent, how, coast, 2 * g, count);
+            else NAME(joint_groups)(s, h, where, how, coast, 2 * g, count);
+        }
     g = g > full && full >= first ? full : g;
     for (; g < last; g++)
-        NAME(joint_any)(s, h, where, how, coast, g, (int)(s->numel - g * GROUP < GROUP ? s->numel - g * GROUP : GROUP));
+        NAME(joint_any)(s, h, where, bent, how, coast, g, (int)(s->numel - g * GROUP < GROUP ? s->numel - g * GROUP : GROUP));
+}
+
+static void NAME(run_joint)(const segment *s, const hyper *h, const planes *opaque, const options *how, int64_t first, int64_t last) {
+    NAME(run_either)(s, h, (const joint_planes *)(const void *)opaque, 0, how, first, last);
+}
+
+static void NAME(run_learned)(const segment *s, const hyper *h, const planes *opaque, const options *how, int64_t first, int64_t last) {
+    const learned_planes *where = (const learned_planes *)(const void *)opaque;
+    const curves bent = curves_of((const uint16_t *)(intptr_t)where->tables[s - where->segments]);
+    NAME(run_either)(s, h, &where->joint, &bent, how, first, last);
 }
