@@ -109,6 +109,61 @@ def floor_magic(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def floor_product_magic(a, b):  # type: ignore[no-untyped-def]
+    """For |a b| < 2^20: SIGNED_MAGIC + floor(a b) - 1, a multiply-add rounded down. No rounding comes before that."""
+    if PTX:
+        result = tl.inline_asm_elementwise("fma.rm.f32 $0, $1, $2, 0f4B3FFFFF;", "=f,f,f", [a, b], tl.float32, True, 1)
+    else:
+        result = tl.floor(a * b) + (SIGNED_MAGIC - 1.0)
+    return result
+
+
+@jit
+def saturating_fma(a, b, c):  # type: ignore[no-untyped-def]
+    """a b + c, brought to [0, 1]; 0 where it is NaN."""
+    if PTX:
+        result = tl.inline_asm_elementwise("fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
+    else:
+        result = tl.minimum(tl.maximum(a * b + c, 0.0), 1.0)
+    return result
+
+
+@jit
+def lanes():  # type: ignore[no-untyped-def]
+    """Numbers of the 32 entries of a table that a warp holds, int32: what is computed from them entry by entry is one, too.
+
+    In PTX each thread has one entry in a register, so that this is a scalar which is not the same in all threads. Only `pick` may read
+    other threads' entries; Triton itself passes such a scalar on as it is. Else a table is a tensor of shape [32].
+    """
+    return tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [0], tl.int32, True, 1) if PTX else tl.arange(0, 32)
+
+
+@jit
+def pick(table, index):  # type: ignore[no-untyped-def]
+    """Entries of an fp32 table that the warp holds (see `lanes`), by the low five bits of an int32 tile; the others are not looked at.
+
+    All threads of a warp have to be in the same place, as they are wherever no branch depends on what a thread holds. It costs one
+    instruction, where a load from memory takes one for the address, one for the load and, from fp16, one to convert.
+    """
+    if PTX:
+        result = tl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", [table, index], tl.float32, True, 1)
+    else:
+        flat = tl.reshape(index & 31, (index.shape[0] * index.shape[1],))
+        result = tl.reshape(tl.gather(table, flat, 0), index.shape)
+    return result
+
+
+@jit
+def append_sign(index, x):  # type: ignore[no-untyped-def]
+    """2 index, and 1 more where the sign of x is set: where x < 0 or is -0. int32; one shift of 64 bits."""
+    if PTX:
+        result = tl.inline_asm_elementwise("shf.l.wrap.b32 $0, $1, $2, 1;", "=r,f,r", [x, index], tl.int32, True, 1)
+    else:
+        result = (index << 1) | ((x.to(tl.int32, bitcast=True) >> 31) & 1)
+    return result
+
+
+@jit
 def opaque(x):  # type: ignore[no-untyped-def]
     """x, of which the compiler knows nothing: it would turn sums with a loop's counter into one counter each."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, True, 1) if PTX else x

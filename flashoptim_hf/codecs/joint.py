@@ -155,7 +155,8 @@ def joint_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-u
 
 @jit
 def describe(planes, v, first, limit, time, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How one tile is going to be stored: (v is not 0, place of r, last place, top, entry, n, number of codes, octaves in a step)."""
+    """How one tile is going to be stored: (v is not 0, log2 of r, the lattice's lower end in steps, last place, top, entry, n, number of
+    codes, octaves in a step, steps in an octave). Places are from 1 to the last."""
     nonzero = v >= _SMALLEST
     log_r = device.log2(tl.maximum(v, _SMALLEST)) * 0.5
     hi = tl.minimum(tl.max(tl.where(nonzero, log_r, float("-inf")), 1, keep_dims=True), _MAX_HI)
@@ -170,15 +171,13 @@ def describe(planes, v, first, limit, time, ROWS: tl.constexpr):  # type: ignore
     top = tl.ceil(hi * per_step * (1 / _ANCHOR))
     base = top * _ANCHOR - levels
     last = tl.minimum(levels, tl.floor(per_step * _MAX_HI) - base)
-    x = tl.minimum(tl.maximum(log_r * per_step - base, 1.0), last)
-    return nonzero, x, last, top, entry, n, levels, step
+    return nonzero, log_r, base, last, top, entry, n, levels, step, per_step
 
 
 @jit
-def write_word(planes, m, nonzero, code, place, top, entry, n, levels, step, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store one tile, given its codes of r and their places; returns what rounding takes from m."""
+def write_word(planes, m, nonzero, code, log_r, top, entry, n, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store one tile, given its codes of r and log2 of what these mean; returns what rounding takes from m."""
     low_ptr, high_ptr, top_ptr, levels_ptr, umax_ptr = planes[:5]
-    log_r = (place + (top * _ANCHOR - levels)) * step
     u = tl.where(nonzero, m * device.exp2(-log_r), 0.0)
     umax = tl.max(tl.abs(u), 1, keep_dims=True)
     umax = tl.minimum(tl.maximum(umax, _MIN_UMAX), _MAX_UMAX)
@@ -202,7 +201,8 @@ def write_word(planes, m, nonzero, code, place, top, entry, n, levels, step, fir
 def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`JointCodec.encode` for one tile; see `Codec.device_encode`."""
     m, v = values
-    nonzero, x, last, top, entry, n, levels, step = describe(planes, v, first, limit, time, ROWS)
+    nonzero, log_r, base, last, top, entry, n, _, step, per_step = describe(planes, v, first, limit, time, ROWS)
+    x = tl.minimum(tl.maximum(log_r * per_step - base, 1.0), last)
     if DITHER:
         below = floor(x)
         x -= below
@@ -210,7 +210,7 @@ def joint_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr
         code = tl.minimum(below + tl.where(d < x - step * _LN2 * (x * (1.0 - x)), 1.0, 0.0), last)
     else:
         code = floor(x + 0.5)
-    return write_word(planes, m, nonzero, code, code, top, entry, n, levels, step, first, limit, ROWS)
+    return write_word(planes, m, nonzero, code, (code + base) * step, top, entry, n, first, limit, ROWS)
 
 
 class JointCodec(Codec):

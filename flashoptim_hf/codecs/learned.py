@@ -28,7 +28,7 @@ from torch import Tensor
 from .._triton import jit, tl
 from . import device
 from .base import Plane, grouped
-from .joint import GROUP, JointCodec, describe, floor, lattice, read_word, write_word
+from .joint import GROUP, JointCodec, describe, lattice, read_word, write_word
 from .log import CODE_DITHER, LN2
 
 KNOTS = 16
@@ -106,53 +106,94 @@ def fitted(seen: Tensor) -> Tensor:
 
 
 @jit
-def _places(code, levels, curve):  # type: ignore[no-untyped-def]
-    """`places` for one tile."""
-    at = (code - 1.0) * (_KNOTS * device.reciprocal(levels - 1.0))
-    knot = tl.minimum(tl.maximum(floor(at), 0.0), _KNOTS - 1.0)
-    index = (knot + device.MAGIC).to(tl.int32, bitcast=True) & (_KNOTS - 1)
-    left, right = tl.load(curve + index).to(tl.float32), tl.load(curve + index + 1).to(tl.float32)
-    return 1.0 + (levels - 1.0) * (left + (at - knot) * (right - left))
+def _two_knots(curve, first):  # type: ignore[no-untyped-def]
+    """Knots `first` and the next, fp32, of a curve; one of zeros is straight."""
+    left, right = tl.load(curve + first).to(tl.float32), tl.load(curve + first + 1).to(tl.float32)
+    known, even = tl.load(curve + _KNOTS) > 0, first.to(tl.float32) * (1 / _KNOTS)
+    return tl.where(known, left, even), tl.where(known, right, even + 1 / _KNOTS)
 
 
 @jit
-def _codes_below(x, levels, curve):  # type: ignore[no-untyped-def]
-    """`codes_below` for one tile."""
-    y = (x - 1.0) * device.reciprocal(levels - 1.0)
-    knot = tl.zeros_like(y).to(tl.int32)
-    for bit in tl.static_range(4):
-        ahead = knot + (8 >> bit)
-        knot = tl.where(tl.load(curve + ahead).to(tl.float32) <= y, ahead, knot)
-    left, right = tl.load(curve + knot).to(tl.float32), tl.load(curve + knot + 1).to(tl.float32)
-    at = (knot.to(tl.float32) + (y - left) * device.reciprocal(right - left)) * ((levels - 1.0) * (1 / _KNOTS))
-    return tl.minimum(tl.maximum(floor(1.0 + at), 1.0), levels - 1.0)
+def _lines(curve, part):  # type: ignore[no-untyped-def]
+    """A curve's parts as lines, (value at s = 0, slope in s * KNOTS): what is between two knots then takes one multiply-add."""
+    left, right = _two_knots(curve, part)
+    return left - part.to(tl.float32) * (right - left), right - left
+
+
+@jit
+def learned_tables(curves):  # type: ignore[no-untyped-def]
+    """`Codec.device_tables`: what `_place` and `_at` look up, in tables of 32 that the warp holds.
+
+    Returns:
+        (lines of the stored codes' curve, of the next encode's, search tree and lines of the latter's inverse).
+    """
+    lane = device.lanes()
+    coming = curves + (_KNOTS + 1)
+    # `floor_magic` leaves a part's number less 1. Behind the last part, its line goes on, so that nothing need be clamped
+    part = tl.minimum((lane + 1) & 31, _KNOTS - 1)
+    # The digits of lane + 1/2 behind the first: of 16 + k, k; of a node of the tree, below 16, the knot in the middle of what it divides
+    number = ((lane.to(tl.float32) + 0.5).to(tl.int32, bitcast=True) >> 19) & (_KNOTS - 1)
+    left, right = _two_knots(coming, number)
+    slope = device.reciprocal(right - left)
+    tree = tl.where(lane < _KNOTS, left, number.to(tl.float32) - left * slope)
+    return _lines(curves, part), _lines(coming, part), (tree, slope)
+
+
+@jit
+def _place(at, lines):  # type: ignore[no-untyped-def]
+    """F(at / KNOTS) for one tile."""
+    part = device.floor_magic(at).to(tl.int32, bitcast=True)
+    return device.pick(lines[0], part) + at * device.pick(lines[1], part)
+
+
+@jit
+def _at(y, inverse):  # type: ignore[no-untyped-def]
+    """KNOTS times the inverse of F at y, for one tile: four comparisons, of which each appends a digit to the number of the part."""
+    index = tl.full(y.shape, 1, tl.int32)
+    for _ in tl.static_range(4):
+        index = device.append_sign(index, device.pick(inverse[0], index) - y)
+    return device.pick(inverse[0], index) + y * device.pick(inverse[1], index)
 
 
 @jit
 def learned_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`LearnedCodec.decode` for one tile; see `Codec.device_decode`."""
     code, u, base, step, levels = read_word(planes, first, limit, ROWS)
-    r = tl.where(code > 0, device.exp2((_places(code, levels, planes[5]) + base) * step), 0.0)
+    per_code = _KNOTS * device.reciprocal(levels - 1.0)
+    y = _place(code * per_code - per_code, planes[5][0])
+    r = tl.where(code > 0, device.exp2(y * ((levels - 1.0) * step) + (base + 1.0) * step), 0.0)
     return u * r, r * r
 
 
 @jit
 def learned_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`LearnedCodec.encode` for one tile; see `Codec.device_encode`."""
+    """`LearnedCodec.encode` for one tile; see `Codec.device_encode`.
+
+    Codes are counted from 0, and places are in units of the lattice's length. One that lies on the last code, or beyond by rounding, keeps
+    it, since there the next code's place is beyond `last`.
+    """
     m, v = values
-    nonzero, x, last, top, entry, n, levels, step = describe(planes, v, first, limit, time, ROWS)
-    curve = planes[5] + (_KNOTS + 1)
-    below = _codes_below(x, levels, curve)
-    low, high = _places(below, levels, curve), _places(below + 1.0, levels, curve)
-    share = tl.minimum(tl.maximum((x - low) * device.reciprocal(high - low), 0.0), 1.0)
+    _, lines, inverse = planes[5]
+    nonzero, log_r, base, last, top, entry, n, levels, step, per_step = describe(planes, v, first, limit, time, ROWS)
+    spaces = levels - 1.0
+    per_space = device.reciprocal(spaces)
+    per_code = _KNOTS * per_space
+    end = (last - 1.0) * per_space
+    y = tl.minimum(device.saturating_fma(log_r, per_step * per_space, -(base + 1.0) * per_space), end)
+    below = device.floor_product_magic(_at(y, inverse), spaces * (1 / _KNOTS)) - (device.SIGNED_MAGIC - 1.0)
+    at = below * per_code
+    low, high = _place(at, lines), _place(at + per_code, lines)
+    gap = high - low
+    share = device.saturating_fma(y - low, device.reciprocal(gap), 0.0)
     if DITHER:
         d = device.dither(index, time, _ELEMENT, _TIME, ROWS, _GROUP) - 1.0
-        up = d < share - (high - low) * step * _LN2 * (share * (1.0 - share))
+        up = d < share - gap * (spaces * step * _LN2) * (share - share * share)
     else:
         up = share >= 0.5
-    up = up & (high <= last)
-    code, place = below + tl.where(up, 1.0, 0.0), tl.where(up, high, low)
-    return write_word(planes, m, nonzero, code, place, top, entry, n, levels, step, first, limit, ROWS)
+    # the margin is for rounding: it lets the last code be reached, and is a 100,000th of an octave
+    up = up & (high <= end + 2.0**-21)
+    log_r = tl.where(up, high, low) * (spaces * step) + (base + 1.0) * step
+    return write_word(planes, m, nonzero, below + tl.where(up, 2.0, 1.0), log_r, top, entry, n, first, limit, ROWS)
 
 
 class LearnedCodec(JointCodec):
@@ -165,6 +206,7 @@ class LearnedCodec(JointCodec):
     name = "learned"
     device_decode = staticmethod(learned_decode)
     device_encode = staticmethod(learned_encode)
+    device_tables = staticmethod(learned_tables)
 
     @property
     def tables(self) -> tuple[Plane, ...]:

@@ -57,6 +57,7 @@ def page_kernel(  # type: ignore[no-untyped-def]
     RULE: tl.constexpr,
     DECODE: tl.constexpr,
     ENCODE: tl.constexpr,
+    TABLES: tl.constexpr,  # None where the codec has none
     SETTLE: tl.constexpr,  # None where errors of rounding are not fed back
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
@@ -92,7 +93,7 @@ def page_kernel(  # type: ignore[no-untyped-def]
     for i in tl.static_range(1, NUM_HYPER):
         hyper = hyper + (tl.load(hyper_ptr + segment * NUM_HYPER + i),)  # type: ignore[assignment] # noqa: RUF005
     if tables_ptr is not None:
-        planes = planes + (tl.load(tables_ptr + segment).to(tl.pointer_type(tl.float16)),)  # noqa: RUF005
+        planes = planes + (TABLES(tl.load(tables_ptr + segment).to(tl.pointer_type(tl.float16))),)  # noqa: RUF005
 
     scale = None
     if inv_scale_ptr is not None:
@@ -232,6 +233,7 @@ def specialize(fmt: Format, param: torch.dtype, grad: torch.dtype) -> dict[str, 
         "RULE": fmt.rule.device,
         "DECODE": fmt.codec.device_decode,
         "ENCODE": fmt.codec.device_encode,
+        "TABLES": fmt.codec.device_tables,
         "SETTLE": fmt.rule.device_settle if fmt.codec.feeds_back else None,
         "PARAM": getattr(tl, _FLOATS[param]),
         "GRAD": getattr(tl, _FLOATS[grad]),
