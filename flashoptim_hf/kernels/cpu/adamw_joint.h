@@ -12,6 +12,9 @@ typedef struct {
     float n[JOINT_TILE], width[JOINT_TILE], base[JOINT_TILE], last[JOINT_TILE], anchor[JOINT_TILE];
 } NAME(joint_tile);
 
+/* What curves are for: codes of r, and where on the lattice they lie. */
+typedef struct { float code[JOINT_TILE][JOINT], place[JOINT_TILE][JOINT]; } NAME(curved_tile);
+
 /* Entries of the plane `levels` to n, the number of levels, and octaves between two of them: `lattice`. The same operations in fp32, so that
  * every path has the same numbers. */
 OP void NAME(joint_lattice)(V entry, V *n, V *levels, V *width) {
@@ -135,22 +138,38 @@ OP void NAME(joint_constants)(NAME(joint_tile) *t, const float time, const int b
     }
 }
 
-/* Last pass over one group: to codes, and on to the weight. */
+/* The start of one group's dither. */
+OP uint32_t NAME(joint_dither)(const segment *s, int64_t at) { return (uint32_t)(s->index + at) * 2654435761u + (uint32_t)s->step * 2654435769u; }
+
+/* log2 r of one group to codes on a curve. A pass of its own: these are long chains, of which the processor then works on several at a time. */
+OP void NAME(joint_curved)(const segment *s, const curve *next, int64_t g, const NAME(joint_tile) *t, NAME(curved_tile) *to, int k, const int dither) {
+    const float width = t->width[k], base = t->base[k], last = t->last[k], span = NAME(joint_span)(t, k);
+    const uint32_t start = NAME(joint_dither)(s, g * JOINT);
+    #pragma GCC unroll 8
+    for (int j = 0; j < JOINT; j += W) {
+        const V x = NAME(min)(NAME(max)(NAME(load)(t->log_r[k] + j) / width - base, NAME(set)(1)), NAME(set)(last));
+        const V drawn = NAME(weyl)(start + (uint32_t)j * 2654435761u, 2654435761u);
+        V place;
+        NAME(save)(to->code[k] + j, NAME(on_curve)(next, x, span, last, 0.69314718f * width, dither ? &drawn : 0, &place));
+        NAME(save)(to->place[k] + j, place);
+    }
+}
+
+/* Last pass over one group: to codes, those on a curve where there is one, and on to the weight. */
 OP void NAME(joint_encode)(
-    const segment *s, const hyper *h, const joint_planes *where, const curve *next, const options *how, float coast, int64_t g,
-    NAME(joint_tile) *t, int k, const int dither) {
+    const segment *s, const hyper *h, const joint_planes *where, const options *how, float coast, int64_t g, NAME(joint_tile) *t,
+    const NAME(curved_tile) *curved, int k, const int dither) {
     const int64_t at = g * JOINT, element = s->start + at;
     const float n = t->n[k], width = t->width[k], base = t->base[k], last = t->last[k];
     const float curve = 0.69314718f * width * 0x1p24f, slope = 0x1p24f - curve; /* of the threshold for rounding up, in units of 2^-24 */
-    const uint32_t start = (uint32_t)(s->index + at) * 2654435761u + (uint32_t)s->step * 2654435769u;
+    const uint32_t start = NAME(joint_dither)(s, at);
     V code[JOINT / W], r[JOINT / W], u[JOINT / W], w[JOINT / W], largest = NAME(set)(0);
     #pragma GCC unroll 8
     for (int j = 0; j < JOINT; j += W) {
         const V log_r = NAME(load)(t->log_r[k] + j);
-        V x = NAME(min)(NAME(max)(log_r / width - base, NAME(set)(1)), NAME(set)(last)), whole, place;
-        if (next) {
-            const V drawn = NAME(weyl)(start + (uint32_t)j * 2654435761u, 2654435761u);
-            whole = NAME(on_curve)(next, x, NAME(joint_span)(t, k), last, 0.69314718f * width, dither ? &drawn : 0, &place);
+        V x = NAME(min)(NAME(max)(log_r / width - base, NAME(set)(1)), NAME(set)(last)), whole;
+        if (curved) {
+            whole = NAME(load)(curved->code[k] + j);
         } else if (dither) {
             whole = NAME(floor)(x);
             x = x - whole;
@@ -160,7 +179,7 @@ OP void NAME(joint_encode)(
             whole = NAME(floor)(x + 0.5f);
         }
         code[j / W] = whole;
-        r[j / W] = NAME(exp2)(((next ? place : whole) + base) * width);
+        r[j / W] = NAME(exp2)(((curved ? NAME(load)(curved->place[k] + j) : whole) + base) * width);
         u[j / W] = NAME(keep)(NAME(lt)(NAME(set)(-0x1p99f), log_r), NAME(load)(t->m[k] + j) / r[j / W]);
         largest = NAME(max)(largest, (V)((I)u[j / W] & 0x7FFFFFFF));
     }
@@ -199,8 +218,13 @@ OP void NAME(joint_update)(
     for (int k = 0; k < count; k++) NAME(joint_moments)(s, h, where, stored, how, g + k, &t, k);
     for (int k = 0; k < count; k++) NAME(joint_ratios)(h, &t, k);
     NAME(joint_constants)(&t, (float)s->step, 0);
-    if (how->dither) for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, next, how, coast, g + k, &t, k, 1);
-    else for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, next, how, coast, g + k, &t, k, 0);
+    if (next) {
+        NAME(curved_tile) curved;
+        if (how->dither) for (int k = 0; k < count; k++) NAME(joint_curved)(s, next, g + k, &t, &curved, k, 1);
+        else for (int k = 0; k < count; k++) NAME(joint_curved)(s, next, g + k, &t, &curved, k, 0);
+        for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, how, coast, g + k, &t, &curved, k, 0);
+    } else if (how->dither) for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, how, coast, g + k, &t, 0, k, 1);
+    else for (int k = 0; k < count; k++) NAME(joint_encode)(s, h, where, how, coast, g + k, &t, 0, k, 0);
     for (int k = 0; k < count; k++) {
         where->levels[group + k] = (uint8_t)t.entry[k];
         where->umax[group + k] = (uint16_t)(bits_of(t.umax[k]) >> 16);

@@ -50,12 +50,18 @@ OP V NAME(place)(const curve *c, V code, float span, float spacing) {
 /* The largest code whose place is not above x, but for rounding, and at most the last but one. */
 OP V NAME(code_below)(const curve *c, V x, float span) {
     const V y = (x - 1) * (1 / span);
+#if ISA == 2
     I piece = {0};
     #pragma GCC unroll 4
     for (int bit = KNOTS / 2; bit; bit /= 2) {
         const I ahead = piece + bit;
         piece = (I)NAME(pick)(NAME(lt)(y, NAME(look)(c->left, ahead)), (V)piece, (V)ahead);
     }
+#else /* counted, since looking up costs more than comparing */
+    I piece = (I){0} + (KNOTS - 1);
+    #pragma GCC unroll 16
+    for (int i = 1; i < KNOTS; i++) piece += NAME(lt)(y, NAME(set)(c->left[i]));
+#endif
     const V at = NAME(to_f)(piece) + (y - NAME(look)(c->left, piece)) * NAME(look)(c->inverse, piece);
     return NAME(min)(NAME(max)(NAME(floor)(at * (span * (1.0f / KNOTS)) + 1), NAME(set)(1)), NAME(set)(span));
 }
