@@ -99,6 +99,10 @@ class Codec(ABC):
     def advance(self, parts: Sequence[Tensor], step: int) -> None:  # noqa: B027 (most codecs have no tables)
         """What is due between two steps: call after the encode of step `step` over all of a parameter, before the next decode."""
 
+    def flaw(self, parts: Sequence[Tensor]) -> str | None:  # noqa: ARG002
+        """What is wrong with saved parts of the right sizes and dtypes, for a message; None: nothing that shows."""
+        return None
+
     @property
     def parts(self) -> tuple[Plane, ...]:
         """All of a parameter's state: the planes, then the tables. What `decode` and `encode` take, as one sequence."""

@@ -6,11 +6,12 @@ a parameter, since each of them has its ends from `joint`: place p of code c, in
 
     p(c) = 1 + (L - 1) F((c - 1) / (L - 1)),    F: [0, 1] -> [0, 1] increasing, linear between 17 knots at s = k / 16
 
-*Learning.* After steps 1, 2, 4, 8, ... and every `INTERVAL` it is counted how much u^2 lies where between the ends: an error of log2 r by
-a given amount changes an update by as much of u. The distortion of a quantizer with D(s) codes at place s is the integral of u^2 / D^2,
-least for D proportional to the cube root of u^2 (Panter and Dite 1951; Bennett 1948). A quarter of the codes is spread evenly all the same:
-no code is more than 4 steps wide, whatever comes until the next look. Counts are whole numbers, so that their order does not matter and two
-runs, and all processes of DDP, have the same curve. At most `SAMPLE` groups of a parameter are looked at, spread over all of it.
+*Learning.* After steps 1, 2, 4, 8, ... and every `INTERVAL` (the option `learn_interval`) it is counted how much u^2 lies where between the
+ends: an error of log2 r by a given amount changes an update by as much of u. The distortion of a quantizer with D(s) codes at place s is
+the integral of u^2 / D^2, least for D proportional to the cube root of u^2 (Panter and Dite 1951; Bennett 1948). A quarter of the codes
+is spread evenly all the same: no code is more than 4 steps wide, whatever comes until the next look. Counts are whole numbers, so that
+their order does not matter and two runs, and all processes of DDP, have the same curve. Of a large parameter `SAMPLE` groups or a few more
+are looked at, spread over all of it.
 
 *Two curves* are kept for each parameter: of the codes as they are, and of the next encode. What is stored is decoded by the former and
 encoded by the latter in the same step that it would be rounded in anyway, so that a new curve costs no rounding of its own.
@@ -21,6 +22,7 @@ Error of one encode: as `joint`, with the gap between two codes, at most 4 steps
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ KNOTS = 16
 """Parts of the curve, which is linear in each. One AVX-512 register holds their ends."""
 BINS = 64
 SAMPLE = 128
-"""Groups of a parameter that are looked at."""
+"""Groups of a parameter that are looked at, or nearly twice as many, where it has no more."""
 INTERVAL = 100
 EVEN = 0.25
 """Share of the codes that is spread evenly."""
@@ -47,9 +49,9 @@ _GROUP, _KNOTS, _LN2 = (tl.constexpr(value) for value in (GROUP, KNOTS, LN2))
 _ELEMENT, _TIME = (tl.constexpr(value) for value in CODE_DITHER)
 
 
-def due(step: int) -> bool:
-    """Whether the state after step `step`, counted from 1, is looked at."""
-    return step > 0 and (step & (step - 1) == 0 or step % INTERVAL == 0)
+def due(step: Any, interval: Any = INTERVAL) -> Any:
+    """Whether the state after step `step`, counted from 1, is looked at: numbers, or arrays of int64."""
+    return (step > 0) & ((step & (step - 1) == 0) | (step % interval == 0))
 
 
 def stride(numel: int) -> int:
@@ -57,9 +59,9 @@ def stride(numel: int) -> int:
     return max(1, numel // GROUP // SAMPLE)
 
 
-def straight() -> Tensor:
-    """The curve of one who knows nothing: codes are places, as in `joint`. fp16 (KNOTS + 1,)."""
-    return torch.arange(KNOTS + 1, dtype=torch.float16, device="cpu") / KNOTS
+def straight(where: torch.device | str = "cpu") -> Tensor:
+    """The curve of one who knows nothing: codes are places, as in `joint`. fp16 (KNOTS + 1,), made on `where`, so that nothing waits."""
+    return torch.arange(KNOTS + 1, dtype=torch.float16, device=where) / KNOTS
 
 
 def curves(table: Tensor, groups: int, which: int, where: torch.device) -> Tensor:
@@ -70,7 +72,7 @@ def curves(table: Tensor, groups: int, which: int, where: torch.device) -> Tenso
         which: 0 the stored codes', 1 the next encode's.
     """
     found = table.reshape(-1, 2, KNOTS + 1)[:, which].to(where).float().expand(groups, -1)
-    return torch.where(found[:, -1:] > 0, found, straight().to(where))
+    return torch.where(found[:, -1:] > 0, found, straight(where))
 
 
 def places(code: Tensor, levels: Tensor, curve: Tensor) -> Tensor:
@@ -217,8 +219,14 @@ class LearnedCodec(JointCodec):
 
     def encode(self, values: Sequence[Tensor], planes: Sequence[Tensor], *, index: int = 0, step: int = 0) -> Tensor:
         table = planes[5].view(-1, KNOTS + 1)
-        table.copy_(torch.where(table[:, -1:] > 0, table, straight().to(table.device)))
+        table.copy_(torch.where(table[:, -1:] > 0, table, straight(table.device)))
         return super().encode(values, planes, index=index, step=step)
+
+    def flaw(self, parts: Sequence[Tensor]) -> str | None:
+        for curve in parts[5].float().cpu().view(2, -1):
+            if not (curve[0] == 0 and curve[-1] == 1 and (curve.diff() > 0).all()):  # so that NaN is a flaw
+                return f"{self.tables[0].name} is no curve that rises from 0 to 1"
+        return None
 
     def expected_errors(self, planes: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
         of_m, of_r = super().expected_errors(planes, numel)

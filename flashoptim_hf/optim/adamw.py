@@ -16,9 +16,11 @@ from torch import Tensor
 from .._triton import jit, tl
 from ..codecs import device
 from ..codecs.base import State
+from ..codecs.learned import INTERVAL
 from ..errors import ConfigurationError
 from ..kernels.rule import UpdateRule
 from .base import FlashOptimizer, ParamsT
+from .learning import check_interval
 
 HYPER = ("lr", "weight_decay", "beta1", "beta1_rest", "beta2", "beta2_rest", "rate", "eps")
 
@@ -117,8 +119,10 @@ class FlashAdamW(FlashOptimizer):
         betas: decay rates of the two moments, each in [0, 1). Default (0.9, 0.999).
         eps: added to the denominator, at least 0. Default 1e-8.
         weight_decay: decoupled decay, at least 0. Default 1e-2, as in `torch.optim.AdamW`.
+        learn_interval: with codec="learned", curves are learned after steps 1, 2, 4, 8, ... and whenever so many steps have passed, at
+            least 1. Default 100. Other codecs do not learn.
 
-    The keyword options are those of `FlashOptimizer`. `codec` and `master_bits` may also be set for each parameter group.
+    The other keyword options are those of `FlashOptimizer`. `codec` and `master_bits` may also be set for each parameter group.
 
     Raises:
         ConfigurationError: a value out of range, an unknown option value, or a parameter of an unsupported dtype.
@@ -145,6 +149,7 @@ class FlashAdamW(FlashOptimizer):
         gradient_release: bool = False,
         nonfinite: str = "skip",
         dither: bool = True,
+        learn_interval: int = INTERVAL,
         kernel: str = "auto",
         simulate: int | None = None,
     ) -> None:
@@ -158,3 +163,4 @@ class FlashAdamW(FlashOptimizer):
             raise ConfigurationError(f"betas={betas!r}: two numbers, each at least 0 and below 1, for example (0.9, 0.999).")
         if not group["eps"] >= 0:
             raise ConfigurationError(f"eps={group['eps']!r} must be at least 0; the usual value is 1e-8.")
+        check_interval(group["learn_interval"])

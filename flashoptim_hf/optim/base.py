@@ -346,7 +346,7 @@ class FlashOptimizer(Optimizer):
         plan.begin(gradients, self.param_groups, self.rule)
         self._auto.before(plan, self.param_groups, self._layout)
         self._health.begin(plan, self._layout)
-        self._learning.begin(plan)
+        self._learning.begin(plan, self.param_groups)
         for device, entries in plan.pages.items():
             kernel, engine = select.kernel_for(device, self.defaults["kernel"]), self._layout.engine(device)
             works = {id(work.page): work for work in entries}

@@ -3,6 +3,7 @@
     state[i]         "step": int64, 0-dim
                      one tensor per code plane in the parameter's (local) shape, named as in `torch.optim` ("exp_avg", "exp_avg_sq")
                      one tensor per constant plane, one entry per group ("exp_avg_sq_max", ...)
+                     a codec's table, where it has one ("exp_avg_sq_curve")
                      "correction": int8 or int16 in the parameter's shape, for 16-bit weights
     param_groups[j]  the group's options, and "flashoptim_format": the version of this format
 
@@ -157,6 +158,9 @@ class _Incoming:
                     f"{saved.dtype} (expected {plane.dtype}). Was the model changed, for example another LoRA rank, other target modules "
                     "or a resized vocabulary?"
                 )
+        flaw = self.codec.flaw([values[plane.name] for plane in self.codec.parts])
+        if flaw is not None:
+            raise CheckpointError(f"the state of {name} is damaged: {flaw}.")
         correction = values.get(CORRECTION)
         if correction is not None and (correction.shape != shape or correction.dtype not in CORRECTION_DTYPE.values()):
             raise CheckpointError(

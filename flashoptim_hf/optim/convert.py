@@ -266,6 +266,9 @@ def decode(algorithm: str, values: Mapping[str, Any], group: Mapping[str, Any]) 
                 f"{plane.name} of a parameter of shape {tuple(shape)} has {planes[plane.name].numel()} entries of "
                 f"{planes[plane.name].dtype}, and {plane.entries(shape.numel())} of {plane.dtype} are needed: it is damaged."
             )
+    flaw = codec.flaw([planes[plane.name] for plane in codec.parts])
+    if flaw is not None:
+        raise CheckpointError(f"a state is damaged: {flaw}.")
     if moved:  # groups of several ranks: what they hold is known without the one more encode
         decoded = tuple(sharded.decoded(whole, codec, values))
     else:

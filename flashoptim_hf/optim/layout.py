@@ -62,11 +62,13 @@ class Record:
         shape: of the local parameter.
         views: what `state` shows: the planes, code planes in the parameter's shape, and the step count.
         counter, place: the step count is `counter[place]`, an int64 array that parameters made together share.
+        mixed: the step count at which a table's stored codes and its next encode may have last had different curves.
     """
 
     def __init__(self, pool: Pool, block: Block, shape: torch.Size, counter: np.ndarray, place: int) -> None:
         self.pool, self.block, self.shape = pool, block, shape
         self.counter, self.place = counter, place
+        self.mixed = 0
         self.views: dict[str, Tensor] = {STEP: torch.from_numpy(counter)[place]}
 
     @property
@@ -74,7 +76,7 @@ class Record:
         return int(self.counter[self.place])
 
     def set_step(self, step: int) -> None:
-        self.counter[self.place] = step
+        self.counter[self.place] = self.mixed = step
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -175,7 +177,11 @@ class Layout:
             for key, members in wanted.items():
                 pool = self.pool(key)
                 for request in self.requests(members, groups):
-                    made.append((pool, request, pool.store.allocate([local(p).numel() for p in request])))
+                    blocks = pool.store.allocate([local(p).numel() for p in request])
+                    made.append((pool, request, blocks))
+                    for table in pool.fmt.codec.fresh_tables():
+                        for block, row in zip(blocks, table.to(key.device).repeat(len(blocks), 1), strict=True):
+                            block.table = row
         except BaseException:
             for pool, _, blocks in made:
                 for block in blocks:
@@ -260,8 +266,8 @@ class Layout:
         for i, plane in enumerate(pool.planes):
             view = block.view(i)
             record.views[plane.name] = view.view(record.shape) if plane.group == 1 else view
-        for table, fresh in zip(pool.fmt.codec.tables, pool.fmt.codec.fresh_tables(), strict=True):
-            block.table = record.views[table.name] = fresh.to(pool.key.device)
+        if block.table is not None:
+            record.views[pool.fmt.codec.tables[0].name] = block.table
         if old is not None:
             before, after = old.pool.fmt.codec, pool.fmt.codec
             for name in (record.views.keys() & old.views.keys()) - {STEP, CORRECTION}:

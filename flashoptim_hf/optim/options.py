@@ -29,7 +29,7 @@ PLACEMENT = (
 )
 """Options that say where and how, not what: the same for all groups, and never part of a checkpoint."""
 
-STORAGE = ("codec", "master_bits", "dither")
+STORAGE = ("codec", "master_bits", "dither", "learn_interval")
 """Options that say how numbers are stored. A checkpoint carries them; loading keeps the optimizer's own and converts."""
 
 SMALLEST_PAGE = 1024
@@ -121,7 +121,8 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
         if group.get(name, defaults[name]) != defaults[name]:
             raise ConfigurationError(
                 f"{name}={group[name]!r} in a parameter group: this option holds for the whole optimizer ({name}={defaults[name]!r}). "
-                "Only lr, weight_decay, the algorithm's own options, codec, master_bits and dither can differ between groups."
+                "Only lr, weight_decay, the algorithm's own options, codec, master_bits, dither and learn_interval can differ between "
+                "groups."
             )
 
 

@@ -100,9 +100,12 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
             device += store.allocated_bytes
         if store.paged and backend.stages and backend.pinned is not None:
             pinned = backend.pinned and pinned is not False
+    tables = 0  # in ordinary host memory
     for record in layout.records.values():
-        nbytes = 0 if record.block.table is None else record.block.table.nbytes
-        host, device = (host, device + nbytes) if layout.engine(record.pool.key.device).backend.stages else (host + nbytes, device)
+        if record.block.table is not None:
+            at_home = not layout.engine(record.pool.key.device).backend.stages
+            nbytes = record.block.table.nbytes
+            tables, device = (tables + nbytes, device) if at_home else (tables, device + nbytes)
     engines = list(layout.engines.values())
     stores = [pool.store for pool in layout.pools.values()]
     timed = _times(engines)
@@ -113,9 +116,9 @@ def build_report(layout: Layout, skipped_steps: int) -> MemoryReport:
         moment_bytes=total - correction,
         correction_bytes=correction,
         state_bytes=total,
-        host_bytes=host,
+        host_bytes=host + tables,
         host_pinned_bytes=sum(store.bytes_of("pinned") for store in stores),
-        host_pageable_bytes=sum(store.bytes_of("pageable") for store in stores),
+        host_pageable_bytes=sum(store.bytes_of("pageable") for store in stores) + tables,
         host_file_bytes=sum(store.bytes_of("file") for store in stores),
         bounce_bytes=sum(engine.bounce_bytes for engine in engines),
         device_bytes=device + sum(engine.device_bytes for engine in engines) if has_device else None,

@@ -121,6 +121,11 @@ def incoming(param: Tensor, codec: Codec, values: Mapping[str, Any], step: int) 
     codes = [found.get(plane.name) for plane in codec.planes if plane.group == 1]
     if not runs or len(runs) < len(groups) or any(not isinstance(code, Tensor) or code.numel() != numel for code in codes):
         return found, False  # no runs; or a part is missing or of another size, which the caller names
+    tables = [(found.get(table.name), table) for table in codec.tables]
+    if any(not isinstance(value, Tensor) or (value.dtype, value.numel()) != (table.dtype, table.count) for value, table in tables):
+        return found, False
+    if codec.flaw([found[plane.name] for plane in codec.parts]) is not None:
+        return found, False
     exact = True
     grouped = dict(found)
     for name in runs:

@@ -184,6 +184,7 @@ class StepPlan:
     Attributes:
         params, records: each parameter once, and its record. Its place here is its number.
         pages: what there is to do, device by device.
+        group_of: the number of each one's group.
         known: what the gradients are of which the plan was made.
         flat: parameters and gradients as the kernels' tables need them.
         steps, hyper, lr: of the step that was begun, a row for each parameter.
@@ -210,6 +211,7 @@ class StepPlan:
         self.flat = _Flat([local(param) for param in self.params])
         self.known = gradients.learn()
         group_of = np.array([self._groups[i] for i in first], dtype=np.int64)
+        self.group_of = group_of
         self._members = [(number, _run(np.flatnonzero(group_of == number))) for number in sorted(set(group_of.tolist()))]
         self._counters: list[tuple[np.ndarray, slice | np.ndarray, slice | np.ndarray]] = []
         for counter in {id(record.counter): record.counter for record in self.records}.values():
