@@ -38,6 +38,16 @@ def _dither(out_ptr, index_ptr, step_ptr, ELEMENT: tl.constexpr, TIME: tl.conste
     device.store(out_ptr, value, 0, ROWS * 64, ROWS, 64)
 
 
+@jit
+def _saturate(a, b):  # type: ignore[no-untyped-def]
+    return device.saturating_fma(a, b, 0.25)
+
+
+@jit
+def _append_sign(x, index):  # type: ignore[no-untyped-def]
+    return device.append_sign(index, x)
+
+
 def apply(function: object, x: Tensor, y: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype)
     _map[(1,)](function, x, y, out, ROWS=x.numel() // 64)
@@ -77,6 +87,26 @@ def test_floor_magic_leaves_the_floor_in_the_low_byte() -> None:
     x[255:510] = torch.arange(-126, 129.0).nextafter(torch.tensor(-1e9))
     low = apply(device.floor_magic, x).view(torch.int32).to(torch.int8)
     assert torch.equal(low, (torch.floor(x) - 1).to(torch.int8))
+
+
+def test_a_product_is_rounded_down() -> None:
+    gen = torch.Generator().manual_seed(0)
+    a, b = torch.rand(4096, generator=gen) * 16, torch.rand(4096, generator=gen) * 47
+    a[:64], b[:64] = torch.arange(64.0), 0.5
+    low = apply(device.floor_product_magic, a, b).view(torch.int32).to(torch.int8)
+    assert torch.equal(low, (torch.floor(a * b) - 1).to(torch.int32).to(torch.int8))
+
+
+def test_a_sum_is_brought_between_0_and_1() -> None:
+    x = torch.linspace(-2, 2, 4096)
+    assert torch.equal(apply(_saturate, x, torch.full_like(x, 2.0)), (2 * x + 0.25).clamp(0, 1))
+
+
+def test_signs_are_appended() -> None:
+    x = torch.linspace(-2, 2, 4096)
+    x[:2] = torch.tensor([0.0, -0.0])
+    index = torch.arange(4096, dtype=torch.int32)
+    assert torch.equal(apply(_append_sign, x, index, dtype=torch.int32), 2 * index + torch.signbit(x).int())
 
 
 @pytest.mark.parametrize("multipliers", [CODE_DITHER, MCODE_DITHER])
