@@ -100,8 +100,10 @@ def _changes(setup: Setup, defaults: dict[str, Any]) -> Iterator[tuple[str, Setu
         length //= 2
     yield from _of_state(setup, defaults)
     if setup.full and not setup.releases and setup.ours and (setup.ranks == 1 or setup.fsdp):
-        options = {**setup.options, "gradient_release": True}
-        what = "gradient_release: true in optim_args, with max_grad_norm: 0 and no accumulation"
+        options = {**_unlearned(setup), "gradient_release": True}
+        what = "gradient_release: true in optim_args, with max_grad_norm: 0 and no accumulation" + (
+            ", codec: joint" if setup.learns else ""
+        )
         yield what, replace(setup, options=options, accumulation=1)
     if not setup.full and setup.lora_r > 8:
         yield "lora_r: 8 (learns less)", replace(setup, lora_r=8)
@@ -111,9 +113,15 @@ def _changes(setup: Setup, defaults: dict[str, Any]) -> Iterator[tuple[str, Setu
         options = {**setup.options, "gradient_release": False}
         yield "QLoRA: adapters on a 4-bit model instead of all weights", replace(setup, full=False, load_in_4bit=True, options=options)
     if setup.ranks > 1 and not setup.fsdp:
-        yield "FSDP2: configs/accelerate/fsdp2_qlora.yaml or fsdp2_full.yaml", replace(setup, fsdp=True)
+        what = "FSDP2: configs/accelerate/fsdp2_qlora.yaml or fsdp2_full.yaml" + (", codec: joint" if setup.learns else "")
+        yield what, replace(setup, fsdp=True, options=_unlearned(setup))
     if setup.fsdp and not setup.offload:
         yield "fsdp_offload_params: true (weights in host memory, much slower)", replace(setup, offload=True)
+
+
+def _unlearned(setup: Setup) -> dict[str, Any]:
+    """The optimizer's options, with a codec that need not see whole parameters."""
+    return {**setup.options, "codec": "joint"} if setup.learns else dict(setup.options)
 
 
 def _of_state(setup: Setup, defaults: dict[str, Any]) -> Iterator[tuple[str, Setup]]:

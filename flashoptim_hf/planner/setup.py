@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..codecs.learned import CODEC as LEARNED
 from ..errors import ConfigurationError
 from ..paging.plan import format_bytes
 
@@ -137,6 +138,11 @@ class Setup:
                 "gradient_release=True updates during backward: it needs gradient_accumulation_steps=1, and one process or FSDP2, not "
                 f"{self.accumulation} and DDP over {self.ranks}."
             )
+        if self.learns and (self.releases or self.fsdp):
+            raise ConfigurationError(
+                f"codec={LEARNED.name!r} learns from whole parameters after each step, and goes neither with gradient_release=True nor "
+                "with FSDP2: use codec='joint', which it is made of."
+            )
 
     @property
     def tokens(self) -> int:
@@ -152,6 +158,11 @@ class Setup:
     def releases(self) -> bool:
         """Whether gradients are freed during backward."""
         return self.ours and bool(self.options.get("gradient_release"))
+
+    @property
+    def learns(self) -> bool:
+        """Whether states are stored with curves that are learned."""
+        return self.ours and self.options.get("codec") == LEARNED.name
 
     @property
     def shards(self) -> int:

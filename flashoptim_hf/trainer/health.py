@@ -189,7 +189,7 @@ def _about_codec_error(found: Sequence[Finding], where: str) -> str:
 
 
 def _other_codec(found: Sequence[Finding]) -> str:
-    better = 'codec="none" (fp32)' if found[0].codec in ("log", "joint", "square") else 'codec="log" or "none" (fp32)'
+    better = 'codec="none" (fp32)' if found[0].codec in ("log", "joint", "learned", "square") else 'codec="log" or "none" (fp32)'
     return f"Put these tensors into a parameter group with {better}."
 
 

@@ -40,7 +40,7 @@ def through_file(state: dict, path) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("codec", ["log", "softsign", "none", "joint"])
+@pytest.mark.parametrize("codec", ["log", "softsign", "none", "joint", "learned"])
 @pytest.mark.parametrize("bits", [24, 32, None])
 def test_resumed_equals_uninterrupted(opt, tmp_path, as_bits, dtype, codec, bits):
     options = {"lr": 1e-5, "codec": codec, "master_bits": bits}

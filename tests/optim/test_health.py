@@ -63,6 +63,8 @@ def worst(findings: list[Finding] | None) -> tuple[float, float, float]:
 WELL: dict[str, dict[str, Any]] = {
     "adamw": {},
     "joint": {"codec": "joint"},
+    "learned": {"codec": "learned"},
+    "learned, wide range": {"codec": "learned", "spread": 3.0, "steps": 17},
     "fp32 weights": {"dtype": FP32},
     "fp16 weights": {"dtype": torch.float16},
     "32 bits": {"master_bits": 32, "lr": 1e-6},

@@ -147,6 +147,8 @@ OPTIONS = {
     "all stays": {"page_bytes": 8192, "transport": "resident"},
     "on the device": {"paged": False},
     "32-bit masters": {"page_bytes": 8192, "master_bits": 32, "codec": "softsign"},
+    "curves": {"codec": "learned", "page_bytes": 8192, "device_budget_bytes": 0.25},
+    "curves on the device": {"codec": "learned", "paged": False},
     "fp32": {"codec": "none", "master_bits": None, "page_bytes": 16384},
 }
 

@@ -176,6 +176,19 @@ def test_advice_where_nothing_helps(llama: ModelShape, options: dict[str, Any]) 
     assert not changes[-1].plan.fits
 
 
+def test_curves_go_neither_with_shards_nor_with_release(llama: ModelShape, options: dict[str, Any]) -> None:
+    """Neither in what is planned nor in what is advised."""
+    curves = {**options, "codec": "learned"}
+    for changes in ({"fsdp": True, "ranks": 2}, {"options": {**curves, "gradient_release": True}}):
+        with pytest.raises(ConfigurationError, match=r"codec='learned'.*codec='joint'"):
+            replace(full(curves), **changes)
+    for setup, begins in ((full(curves, gpu_bytes=24 * GIB), "gradient_release"), (qlora(curves, gpu_bytes=3 * GIB, ranks=4), "FSDP2")):
+        changes = advice.advise(llama, setup, options)
+        (change,) = [change for change in changes if change.what.startswith(begins)]
+        assert change.what.endswith(", codec: joint")
+        assert change.plan.setup.options["codec"] == "joint"
+
+
 def test_experts(options: dict[str, Any]) -> None:
     shape = shape_of(small_config("qwen3_moe"), "")
     with pytest.raises(ConfigurationError, match="on experts"):

@@ -61,7 +61,7 @@ def schedule(seed: int, length: int = 10) -> Plan:
     rng = random.Random(seed)
     actions = [("step", seed), *((rng.choice(ACTIONS), rng.randrange(10**6)) for _ in range(length)), ("step", seed + 1)]
     params = rng.randrange(2, 6)
-    options = {"codec": rng.choice(["log", "log", "softsign", "none"]), "master_bits": rng.choice([24, 24, 32, None])}
+    options = {"codec": rng.choice(["log", "log", "softsign", "none", "learned"]), "master_bits": rng.choice([24, 24, 32, None])}
     return Plan(params, rng.randrange(1, 3), rng.randrange(len(SHAPES)), options, tuple(actions))
 
 
