@@ -64,7 +64,12 @@ def prepared_models_are_ddp(folder: Path) -> None:  # noqa: ARG001
 
 @check
 def ddp_keeps_ranks_identical(folder: Path) -> None:
-    run = resume.Ddp(resume.CASES["adamw 24-bit masters"], seed=dist.get_rank())  # DDP broadcasts rank 0's weights
+    for case in ("adamw learned", "adamw 24-bit masters"):
+        ddp_keeps_identical(resume.CASES[case], folder)
+
+
+def ddp_keeps_identical(case: resume.Case, folder: Path) -> None:
+    run = resume.Ddp(case, seed=dist.get_rank())  # DDP broadcasts rank 0's weights
     losses = torch.tensor([run.step(number) for number in range(5)])
     run.save(folder)
     gathered = [torch.empty_like(losses) for _ in range(2)]
@@ -75,6 +80,30 @@ def ddp_keeps_ranks_identical(folder: Path) -> None:
         for name, value in run.optimizer.state[p].items():
             same_everywhere(value.view(torch.uint8) if name != "step" else value)
     assert sorted(path.name for path in folder.iterdir()) == ["all.pt"]
+
+
+@check
+def a_state_with_curves_goes_on_with_joint_where_it_is_sharded(folder: Path) -> None:  # noqa: ARG001
+    """Saved by one process right after a look, when its two curves differ, and loaded into shards whose groups begin elsewhere."""
+    plain = resume.Plain(resume.Case(FlashAdamW, {"codec": "learned", "learn_interval": 3}, torch.float32), seed=0)
+    for number in range(3):
+        x = torch.randn(8, 7, generator=torch.Generator().manual_seed(number))
+        plain.model(x).square().mean().backward()
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+    curve = next(iter(plain.optimizer.state.values()))["exp_avg_sq_curve"].view(2, -1)
+    assert not torch.equal(curve[0], curve[1])
+    run = resume.Fsdp2(resume.Case(FlashAdamW, {"codec": "joint"}, torch.float32), seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        run.optimizer.load_state_dict(plain.optimizer.state_dict())
+    for p, q in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        found, whole = run.optimizer.decoded_state(p), plain.optimizer.decoded_state(q)
+        rows = -(-p.shape[0] // 2)
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine = whole[name][dist.get_rank() * rows :][:rows]
+            assert found[name].shape == mine.shape
+            assert float((found[name] - mine).norm()) <= 0.05 * float(mine.norm()), (name, p.shape)
 
 
 @check

@@ -45,6 +45,9 @@ CASES = {
     "adamw auto": Case(FlashAdamW, {"master_bits": "auto"}),
     "adamw fp16": Case(FlashAdamW, {}, torch.float16),
     "adamw softsign": Case(FlashAdamW, {"codec": "softsign"}),
+    # the step that is saved is one that curves are learned from
+    "adamw learned": Case(FlashAdamW, {"codec": "learned", "learn_interval": 3}),
+    "adamw learned simulated device": Case(FlashAdamW, {"codec": "learned", "paged": True, "page_bytes": 1024, "simulate": 3}),
     "adamw none": Case(FlashAdamW, {"codec": "none"}),
     "adamw paged": Case(FlashAdamW, {"paged": True, "page_bytes": 1024}),
     "adamw simulated device": Case(FlashAdamW, {"paged": True, "page_bytes": 1024, "simulate": 3}),
@@ -214,13 +217,20 @@ def raw(value: Tensor) -> bytes:
 
 
 def refused(mode: type[Plain], case: Case) -> bool:
-    """Whether this way of training excludes the case: hooks see gradients before DDP averages them."""
+    """Whether this way of training excludes the case: hooks see gradients before DDP averages them, and curves are of whole parameters."""
+    if case.options.get("codec") == "learned" and issubclass(mode, Fsdp2 | AccelerateFsdp2):
+        return True
     several = dist.is_initialized() and dist.get_world_size() > 1
     return bool(case.options.get("gradient_release")) and several and mode in (Ddp, Accelerate)
 
 
 def check_refused(mode: type[Plain], case: Case) -> None:
-    """The first backward raises, on every rank, and no weight has changed."""
+    """The first backward, or the first step at the latest, raises on every rank, and no weight has changed."""
+    if case.options.get("codec") == "learned":
+        with pytest.raises(UnsupportedError, match=r"codec='learned'.*FSDP2.*codec='joint'"):
+            mode(case, seed=0).step(0)
+        dist.barrier()
+        return
     run = mode(case, seed=0)
     before = [raw(p) for p in run.model.parameters()]
     with pytest.raises(UnsupportedError, match=r"DDP.*FSDP2"):
