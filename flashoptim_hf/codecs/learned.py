@@ -138,7 +138,9 @@ def learned_tables(curves):  # type: ignore[no-untyped-def]
     left, right = _two_knots(coming, number)
     slope = device.reciprocal(right - left)
     tree = tl.where(lane < _KNOTS, left, number.to(tl.float32) - left * slope)
-    return _lines(curves, part), _lines(coming, part), (tree, slope)
+    start, rise = _lines(curves, part)
+    # code 0, which alone lies in part -1, decodes to 2^-inf = 0 without being asked for
+    return (tl.where(lane == 30, float("-inf"), start), rise), _lines(coming, part), (tree, slope)
 
 
 @jit
@@ -163,7 +165,7 @@ def learned_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no
     code, u, base, step, levels = read_word(planes, first, limit, ROWS)
     per_code = _KNOTS * device.reciprocal(levels - 1.0)
     y = _place(code * per_code - per_code, planes[5][0])
-    r = tl.where(code > 0, device.exp2(y * ((levels - 1.0) * step) + (base + 1.0) * step), 0.0)
+    r = device.exp2(y * ((levels - 1.0) * step) + (base + 1.0) * step)
     return u * r, r * r
 
 
@@ -185,11 +187,11 @@ def learned_encode(planes, values, first, limit, index, time, DITHER: tl.constex
     below = device.floor_product_magic(_at(y, inverse), spaces * (1 / _KNOTS)) - (device.SIGNED_MAGIC - 1.0)
     at = below * per_code
     low, high = _place(at, lines), _place(at + per_code, lines)
-    gap = high - low
-    share = device.saturating_fma(y - low, device.reciprocal(gap), 0.0)
+    share = device.saturating_fma(y - low, device.reciprocal(high - low), 0.0)
     if DITHER:
-        d = device.dither(index, time, _ELEMENT, _TIME, ROWS, _GROUP) - 1.0
-        up = d < share - gap * (spaces * step * _LN2) * (share - share * share)
+        # share (1 - (1 - share) (high - low) c) as in `_rounded`, with (high - low) share = y - low, and with 1 more on both sides
+        bend = spaces * step * _LN2
+        up = device.dither(index, time, _ELEMENT, _TIME, ROWS, _GROUP) < share * (1.0 + (y - low) * bend) + (1.0 - (y - low) * bend)
     else:
         up = share >= 0.5
     # the margin is for rounding: it lets the last code be reached, and is a 100,000th of an octave
