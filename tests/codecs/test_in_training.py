@@ -23,7 +23,11 @@ MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lion": lambda p, **o: FlashLion(p, lr=LR, **o),
     "sgd": lambda p, **o: FlashSGD(p, lr=LR, momentum=0.9, **o),
 }
-CODECS = {"adamw": ["log", "joint", "softsign", "none"], "lion": ["square", "softsign", "none"], "sgd": ["square", "softsign", "none"]}
+CODECS = {
+    "adamw": ["log", "joint", "learned", "softsign", "none"],
+    "lion": ["square", "softsign", "none"],
+    "sgd": ["square", "softsign", "none"],
+}
 EVERY = [(a, codec, dither) for a, codecs in CODECS.items() for codec in codecs for dither in (True, False)]
 every = pytest.mark.parametrize(
     ("algorithm", "codec", "dither"), EVERY, ids=[f"{a}-{c}-{'dither' if d else 'nearest'}" for a, c, d in EVERY]
