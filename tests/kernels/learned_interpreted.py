@@ -297,3 +297,18 @@ def test_extremes_stay_finite() -> None:
         gaps = [places(code + up, levels, curve) - places(code - 1 + up, levels, curve) for up in (0, 1)]
         bound = 2 * step * torch.maximum(*gaps) * 1.01 + 1e-5
         assert ((v.double()[near] / truth[near]).log2().abs() <= bound.expand(8, 32).reshape(-1)[near]).all()
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_the_largest_second_moments_stay_finite_and_equal_eager(name: str) -> None:
+    """Just below v = 2^128: the next code up would decode to infinity where a group's last place is not its last code's."""
+    start = taught((2048,), steps=0)
+    (s,) = start.segments
+    s.table, generator = BENT[name], torch.Generator().manual_seed(0)
+    below = torch.rand(2048, generator=generator) * torch.where(torch.rand(2048, generator=generator) < 0.5, 0.1, 20.0)
+    s.grad = torch.exp2(63.99 - below) * torch.randn(2048, generator=generator).sign()
+    s.hyper = (1e-3, *RULE.scalars({"betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}, 1))
+    fast, slow = both(start)
+    assert (slow.planes[2].float() * 16 * lattice(slow.planes[3].float())[2] > 64).any(), "no lattice reaches beyond"
+    assert all(x.isfinite().all() for x in states(fast, s))
+    assert_same_states(fast, slow)
