@@ -240,10 +240,15 @@ def test_unusual_gradients_equal_eager(kind, betas, eps, isa):
         torch.testing.assert_close(ours[3], theirs[3], rtol=0, atol=2.0**-22)
         torch.testing.assert_close(ours[4], theirs[4], rtol=2.0**-7, atol=0)
         assert torch.equal(ours[1] == 0, theirs[1] == 0)
-        for mine, reference in zip(ours[:2], theirs[:2], strict=True):
-            off = (mine.int() - reference.int()).abs()
-            assert off.max() <= 2
-            assert off.float().mean() < 2e-2
+        off_m, off_v = ((mine.int() - reference.int()).abs() for mine, reference in zip(ours[:2], theirs[:2], strict=True))
+        assert off_v.max() <= 1
+        assert off_v.float().mean() < 1e-2
+        # a code of v to the other side moves what m is divided by, by up to 7 %, and then maybe the constant of its group
+        assert off_m.max() <= 9
+        assert off_m[off_v == 0].max() <= 2
+        groups = torch.arange(n) // 64
+        alike = ~torch.isin(groups, groups[off_v > 0])
+        assert off_m[alike].float().mean() < 2e-2
         # a move of lr per step at most, so that this is the fp32 rounding of the update as a whole
         torch.testing.assert_close(p, q, rtol=4e-7, atol=2e-8)
 

@@ -58,6 +58,7 @@ static float joint_coast(double beta1, double beta1_rest, int64_t step) {
 #ifdef DISPATCH
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#pragma GCC optimize("no-schedule-insns2") /* operations are in the order in which they are written, which is the faster one */
 #define ISA 2
 #define NAME(x) JOIN(x, _avx512)
 #include __FILE__
@@ -194,12 +195,11 @@ static __attribute__((noinline)) void NAME(any_group)(
 static void NAME(run)(const segment *s, const hyper *h, const planes *where, const options *how, int64_t first, int64_t last) {
     const int64_t full = s->numel / GROUP < last ? s->numel / GROUP : last;
     int64_t g = first;
-#define LOOP(type, grad, bits, dither) \
-    for (; g < full; g += TILE) NAME(groups)(s, h, where, how, g, full - g < TILE ? (int)(full - g) : TILE, type, grad, bits, dither)
+#define ALL(type, grad, bits, dither) NAME(groups)(s, h, where, how, g, full - g, type, grad, bits, dither)
 #define CASE(type, grad, bits) \
-    if (s->param_type == type && s->grad_type == grad && how->master_bits == bits) { \
-        if (how->dither) LOOP(type, grad, bits, 1); else LOOP(type, grad, bits, 0); \
-        g = full > first ? full : first; \
+    if (g < full && s->param_type == type && s->grad_type == grad && how->master_bits == bits) { \
+        if (how->dither) ALL(type, grad, bits, 1); else ALL(type, grad, bits, 0); \
+        g = full; \
     }
     CASE(FP32, FP32, 0)
     CASE(FP32, BF16, 0)
@@ -210,7 +210,7 @@ static void NAME(run)(const segment *s, const hyper *h, const planes *where, con
     CASE(BF16, BF16, 32)
     CASE(BF16, FP32, 32)
 #undef CASE
-#undef LOOP
+#undef ALL
     for (; g < last; g++) NAME(any_group)(s, h, where, how, g, (int)(s->numel - g * GROUP < GROUP ? s->numel - g * GROUP : GROUP));
 }
 

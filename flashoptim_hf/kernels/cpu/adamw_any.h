@@ -132,7 +132,7 @@ OP void NAME(encode_m)(const segment *s, const planes *where, int64_t g, const N
 }
 
 /* `count` <= TILE groups from `g` on. */
-OP void NAME(groups)(
+OP void NAME(one)(
     const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, int count, const int type, const int grad_type,
     const int bits, const int dither) {
     NAME(tile) t;
@@ -153,4 +153,12 @@ OP void NAME(groups)(
     memcpy(where->hi + group, t.hi, (size_t)count * 4);
     memcpy(where->step + group, t.step, (size_t)count * 4);
     for (int k = 0; k < count; k++) where->umax[group + k] = (uint16_t)(stored[k] >> 16);
+}
+
+/* `count` groups from `g` on. */
+OP void NAME(groups)(
+    const segment *s, const hyper *h, const planes *where, const options *how, int64_t g, int64_t count, const int type, const int grad_type,
+    const int bits, const int dither) {
+    for (; count > 0; g += TILE, count -= TILE)
+        NAME(one)(s, h, where, how, g, count < TILE ? (int)count : TILE, type, grad_type, bits, dither);
 }

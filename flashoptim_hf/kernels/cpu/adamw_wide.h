@@ -13,7 +13,8 @@ typedef struct {
     float r[TILE][GROUP];    /* the new r */
     uint32_t top[TILE][16];  /* bits of the largest r, lane by lane, then of the largest |u| */
     uint32_t low[TILE][16];  /* bits of the smallest r */
-    float hi[TILE], step[TILE], inverse[TILE], cube[TILE], square[TILE], slope[TILE], above[TILE], e1[TILE], e2[TILE], scale[TILE];
+    float power[2][4][16], fourth[2][16], eighth[2][16]; /* what tables are made of: `wide_powers` */
+    float hi[TILE], step[TILE], inverse[TILE], cube[TILE], square[TILE], slope[TILE], e1[TILE], e2[TILE], scale[TILE];
 } __attribute__((aligned(64))) wide_tile;
 
 /* What is the same for all groups of a segment. m is kept as m / share, so that one multiple of the gradient serves both moments. */
@@ -32,24 +33,51 @@ OP wide_step wide_prepare(const hyper *h, const options *how) {
                        h->lr * h->rate * share, h->eps, !(h->eps > 0)};
 }
 
-/* 2^t, |t| <= 0.757, relative error 1e-7. */
-OP __m512 wide_exp2_fraction(__m512 t) {
-    __m512 p = 0x1.4043f2p-13f * t + 0x1.617e7ep-10f;
-    p = p * t + 0x1.3b3a82p-7f;
-    p = p * t + 0x1.c6a7b0p-5f;
-    p = p * t + 0x1.ebfba4p-3f;
-    p = p * t + 0x1.62e43ap-1f;
-    return p * t + 1.0f;
+/* For log2 of a mantissa as in simd.h, but with 32 centres, so that two terms do: |t| <= 1/65, error 5e-7. */
+static const float FINE_INVERSE[32] __attribute__((aligned(64))) = {
+    0x1.f81f82p-1f, 0x1.e9131ap-1f, 0x1.dae608p-1f, 0x1.cd8568p-1f, 0x1.c0e070p-1f, 0x1.b4e81cp-1f, 0x1.a98ef6p-1f, 0x1.9ec8eap-1f,
+    0x1.948b10p-1f, 0x1.8acb90p-1f, 0x1.818182p-1f, 0x1.78a4c8p-1f, 0x1.702e06p-1f, 0x1.681682p-1f, 0x1.605816p-1f, 0x1.58ed24p-1f,
+    0x1.51d07ep-1f, 0x1.4afd6ap-1f, 0x1.446f86p-1f, 0x1.3e22ccp-1f, 0x1.381382p-1f, 0x1.323e34p-1f, 0x1.2c9fb4p-1f, 0x1.27350cp-1f,
+    0x1.21fb78p-1f, 0x1.1cf06ap-1f, 0x1.181182p-1f, 0x1.135c82p-1f, 0x1.0ecf56p-1f, 0x1.0a6810p-1f, 0x1.0624dep-1f, 0x1.020408p-1f};
+static const float FINE_CENTRE[32] __attribute__((aligned(64))) = {
+    0x1.6e7966p-6f, 0x1.0eb392p-4f, 0x1.bc841cp-4f, 0x1.32aea2p-3f, 0x1.84c2bep-3f, 0x1.d49ee0p-3f, 0x1.11307ep-2f, 0x1.37124ap-2f,
+    0x1.5c01a2p-2f, 0x1.800a5ap-2f, 0x1.a3375ep-2f, 0x1.c592fcp-2f, 0x1.e726aap-2f, 0x1.03fda8p-1f, 0x1.140ca0p-1f, 0x1.23c41cp-1f,
+    0x1.3327c8p-1f, 0x1.423b08p-1f, 0x1.51011ap-1f, 0x1.5f7cfep-1f, 0x1.6db194p-1f, 0x1.7ba192p-1f, 0x1.894f76p-1f, 0x1.96bdacp-1f,
+    0x1.a3ee80p-1f, 0x1.b0e414p-1f, 0x1.bda070p-1f, 0x1.ca258cp-1f, 0x1.d67540p-1f, 0x1.e29144p-1f, 0x1.ee7b44p-1f, 0x1.fa34e2p-1f};
+#define FINE_1 0x1.715a0ep+0f
+#define FINE_2 -0x1.715fa6p-1f
+
+#define EACH _Pragma("GCC unroll 4") for (int q = 0; q < GROUP / 16; q++)
+
+/* r sqrt(beta2) is a product of two table entries, one by the upper and one by the lower half of the code: both are powers of two down from the
+ * largest, 2^hi sqrt(beta2) times 2^(-16 step i) and 2^(-step i), i = 0 to 15. For 16 groups at a time, the powers of which they are products:
+ * i = 3 to 0 next to each other, as a table's 128 bits, then i = 4 and i = 8, not as squares of smaller ones, whose errors would double. Group k is
+ * in part k % 4, at 4 (k / 4). */
+OP void wide_powers(const segment *s, const planes *where, int64_t g, int64_t count, float root, wide_tile *t) {
+    const __mmask16 there = count < TILE ? (__mmask16)((1u << count) - 1) : 0xFFFF;
+    const int64_t group = s->start / GROUP + g;
+    const V step = (V)_mm512_maskz_loadu_ps(there, where->step + group), hi = (V)_mm512_maskz_loadu_ps(there, where->hi + group);
+    #pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const V unit = step * (i ? -16.0f : -1.0f);
+        const __m512 a = (__m512)NAME(exp2)(unit), a2 = a * a;
+        const __m512 x0 = i ? (__m512)(NAME(exp2)(hi) * root) : _mm512_set1_ps(1), x1 = a * x0, x2 = a2 * x0, x3 = a2 * x1;
+        const __m512d even = _mm512_castps_pd(_mm512_unpacklo_ps(x3, x2)), even_rest = _mm512_castps_pd(_mm512_unpacklo_ps(x1, x0));
+        const __m512d odd = _mm512_castps_pd(_mm512_unpackhi_ps(x3, x2)), odd_rest = _mm512_castps_pd(_mm512_unpackhi_ps(x1, x0));
+        _mm512_store_ps(t->power[i][0], _mm512_castpd_ps(_mm512_unpacklo_pd(even, even_rest)));
+        _mm512_store_ps(t->power[i][1], _mm512_castpd_ps(_mm512_unpackhi_pd(even, even_rest)));
+        _mm512_store_ps(t->power[i][2], _mm512_castpd_ps(_mm512_unpacklo_pd(odd, odd_rest)));
+        _mm512_store_ps(t->power[i][3], _mm512_castpd_ps(_mm512_unpackhi_pd(odd, odd_rest)));
+        _mm512_store_ps(t->fourth[i], (__m512)NAME(exp2)(unit * 4));
+        _mm512_store_ps(t->eighth[i], (__m512)NAME(exp2)(unit * 8));
+    }
 }
 
-/* r sqrt(beta2) is a product: of a power of 2^(16 step) by the upper and one of 2^step by the lower half of the code. */
-typedef struct { __m512 upper, lower; } wide_table;
-OP wide_table wide_decoder(float hi, float step, float root) {
-    const __m512 lanes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), base = lanes * 16.0f - (255.0f - 8.0f);
-    const __m512 n = _mm512_roundscale_ps(base * step + hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    /* hi - n is exact, and the sum is small */
-    const __m512 upper = _mm512_scalef_ps(wide_exp2_fraction(base * step + (hi - n)), n) * root;
-    return (wide_table){upper, wide_exp2_fraction((lanes - 8.0f) * step)};
+/* The table of group k for the upper (`i` = 1) or the lower half of a code. */
+OP __m512 wide_table(const wide_tile *t, int k, const int i) {
+    const __m512 x = _mm512_broadcast_f32x4(_mm_load_ps(&t->power[i][k % 4][k / 4 * 4]));
+    const __m512 y = _mm512_mask_mul_ps(x, 0x0F0F, x, _mm512_set1_ps(t->fourth[i][k]));
+    return _mm512_mask_mul_ps(y, 0x00FF, y, _mm512_set1_ps(t->eighth[i][k]));
 }
 
 /* Starts to bring the group `g` from memory: the processor's own prefetching ends with each page of 4 KiB, and a tile uses up whole pages. What
@@ -68,46 +96,35 @@ OP void wide_prefetch_weights(const segment *s, const planes *where, int64_t g, 
     for (int i = 0; i < GROUP * (bits / 8 - 2); i += 64) PREFETCH(correction + i);
 }
 
-/* First pass over `count` groups: decode, and update the moments. The first operations on a group, those that make its table, are a long chain:
- * so it is made one group ahead. */
+/* First pass over `count` groups: decode, and update the moments. */
 OP void wide_moments(
     const segment *s, const wide_step *h, const planes *where, int64_t g, int count, wide_tile *t, const int type, const int grad_type) {
     const int64_t at = g * GROUP, element = s->start + at, group = element / GROUP;
     const int grad_width = 32 * (grad_type == FP32 ? 4 : 2);
     const char *grad = (const char *)s->grad + at * grad_width / 32;
-    const uint8_t *v = where->v + element;
-    const int8_t *m_codes = where->m + element;
-    wide_table table = wide_decoder(where->hi[group], where->step[group], h->root);
     for (int k = 0; k < count; k++) {
         wide_prefetch_moments(s, where, g + k + TILE, type, grad_type);
-        const int64_t next = group + (k + 1 < count ? k + 1 : k);
-        const wide_table ahead = wide_decoder(where->hi[next], where->step[next], h->root);
-        const __m512i codes = _mm512_loadu_si512(v + k * GROUP);
-        const __mmask64 some = _mm512_test_epi8_mask(codes, codes);
+        const uint8_t *v = where->v + element + k * GROUP;
+        const int8_t *m_codes = where->m + element + k * GROUP;
+        const __m512 upper = wide_table(t, k, 1), lower = wide_table(t, k, 0);
         const __m512 unit = _mm512_set1_ps(float_of((uint32_t)where->umax[group + k] << 16) * h->unit);
-        __m512i top = _mm512_setzero_si512(), low = _mm512_load_si512(h->integers->minus_one32);
-        #pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            const two grads = wide_load_grad(grad + (2 * k + i) * grad_width, grad_type, type);
-            const __m512 gs[2] = {grads.a, grads.b};
-            #pragma GCC unroll 2
-            for (int q = 0; q < 2; q++) {
-                const int j = k * GROUP + i * 32 + q * 16;
-                const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(v + j)));
-                const __m512 code_m = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(m_codes + j))));
-                const __m512 gradient = gs[q] * h->rest;
-                const __m512 upper = _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table.upper), lower = _mm512_permutexvar_ps(code, table.lower);
-                const __m512 decoded = _mm512_maskz_mul_ps((__mmask16)_kshiftri_mask64(some, i * 32 + q * 16), upper, lower);
-                const __m512 r = _mm512_sqrt_ps(decoded * decoded + gradient * gradient);
-                top = _mm512_max_epu32(top, _mm512_castps_si512(r));
-                low = _mm512_min_epu32(low, _mm512_castps_si512(r));
-                _mm512_store_ps(t->m[k] + i * 32 + q * 16, code_m * decoded * unit + gradient);
-                _mm512_store_ps(t->r[k] + i * 32 + q * 16, r);
-            }
-        }
-        _mm512_store_si512(t->top[k], top);
-        _mm512_store_si512(t->low[k], low);
-        table = ahead;
+        const two first = wide_load_grad(grad + 2 * k * grad_width, grad_type, type);
+        const two second = wide_load_grad(grad + (2 * k + 1) * grad_width, grad_type, type);
+        __m512 gradient[4] = {first.a, first.b, second.a, second.b}, decoded[4], m[4], r[4];
+        __m512i code[4];
+        EACH code[q] = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(v + q * 16)));
+        EACH m[q] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(m_codes + q * 16))));
+        EACH gradient[q] = gradient[q] * h->rest;
+        EACH decoded[q] = _mm512_permutexvar_ps(_mm512_srli_epi32(code[q], 4), upper);
+        EACH decoded[q] = _mm512_maskz_mul_ps(_mm512_test_epi32_mask(code[q], code[q]), decoded[q], _mm512_permutexvar_ps(code[q], lower));
+        EACH r[q] = gradient[q] * gradient[q];
+        EACH m[q] = m[q] * unit;
+        EACH r[q] = _mm512_sqrt_ps(decoded[q] * decoded[q] + r[q]);
+        EACH _mm512_store_ps(t->m[k] + q * 16, m[q] * decoded[q] + gradient[q]);
+        EACH _mm512_store_ps(t->r[k] + q * 16, r[q]);
+        EACH code[q] = _mm512_castps_si512(r[q]);
+        _mm512_store_si512(t->top[k], _mm512_max_epu32(_mm512_max_epu32(code[0], code[1]), _mm512_max_epu32(code[2], code[3])));
+        _mm512_store_si512(t->low[k], _mm512_min_epu32(_mm512_min_epu32(code[0], code[1]), _mm512_min_epu32(code[2], code[3])));
     }
 }
 
@@ -167,19 +184,16 @@ OP __mmask16 wide_lattice(wide_tile *t) {
     NAME(save)(t->step, step);
     NAME(save)(t->inverse, 1 / step);
     /* Rounding up happens where the dither d is below x - k x (1 - x), k = ln2 step, for the fraction x: where x is above
-     * d + k d (1 - d) + k^2 d (1 - d) (1 - 2 d), but for terms in k^3. Here 256 less that, in 1 + d. */
+     * d + k d (1 - d) + k^2 d (1 - d) (1 - 2 d), but for terms in k^3. Here what is taken from 256, over d, in 2^32 d. */
     const V k = step * 0.69314718f;
-    NAME(save)(t->cube, -2 * k * k);
-    NAME(save)(t->square, k + 9 * k * k);
-    NAME(save)(t->slope, -1 - 3 * k - 13 * k * k);
-    NAME(save)(t->above, 257 + 2 * k + 6 * k * k);
+    NAME(save)(t->cube, k * k * -0x1p-95f);
+    NAME(save)(t->square, (k + 3 * k * k) * 0x1p-64f);
+    NAME(save)(t->slope, (-1 - k - k * k) * 0x1p-32f);
     /* 2^(step x) as a polynomial in x, |x| <= 1, with the cubic term spread over the others: error 1.2e-5 for the widest step */
     NAME(save)(t->e1, k + k * k * k * 0.125f);
     NAME(save)(t->e2, k * k * 0.5f);
     return (__mmask16)(NAME(lt)(log_low, hi - 24) | NAME(lt)(hi + 0x1p-10f, log_top) | infinite | zeros);
 }
-
-#define EACH _Pragma("GCC unroll 4") for (int q = 0; q < GROUP / 16; q++)
 
 /* What the third and the last pass keep in registers: stores could change what lies in memory, for all that the compiler knows. */
 typedef struct { __m512i mantissa, one, way, first, last, magnitude; } wide_encoder;
@@ -193,11 +207,17 @@ OP __m512 wide_fma(__m512 a, __m512 b, const float *c) {
     return a;
 }
 
-/* Dither of 32 bits as 1 + d, d in [0, 1) with 23 bits. */
-OP __m512 wide_dither(__m512i d, __m512i one) { return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(d, 9), one)); }
+/* Dither of 32 bits as 2^32 d, d in [0, 1) with 24 bits. */
+OP __m512 wide_dither(__m512i d) { return _mm512_cvt_roundepu32_ps(d, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 
-/* Bits of the largest |u| of a group, lane by lane. */
-OP void wide_largest(const wide_encoder *c, wide_tile *t, int k, const __m512 *u) {
+/* Bits of the largest |u| of a group, lane by lane. With `special`, NaN is the largest. */
+OP void wide_largest(const wide_encoder *c, wide_tile *t, int k, const __m512 *u, const int special) {
+    if (!special) {
+        enum { LARGER_MAGNITUDE = 0xB };
+        const __m512 a = _mm512_range_ps(u[0], u[1], LARGER_MAGNITUDE), b = _mm512_range_ps(u[2], u[3], LARGER_MAGNITUDE);
+        _mm512_store_ps((float *)t->top[k], _mm512_range_ps(a, b, LARGER_MAGNITUDE));
+        return;
+    }
     __m512i a[GROUP / 16];
     EACH a[q] = _mm512_and_si512(_mm512_castps_si512(u[q]), c->magnitude);
     _mm512_store_si512(t->top[k], _mm512_max_epu32(_mm512_max_epu32(a[0], a[1]), _mm512_max_epu32(a[2], a[3])));
@@ -215,49 +235,51 @@ OP void wide_encode_v(
     const wide_encoder *c, uint8_t *codes, wide_tile *t, int k, int next, __m512 *y, __m512i *d, const int dither, const int special) {
     const __m512 inverse = _mm512_set1_ps(t->inverse[k]), cube = _mm512_set1_ps(t->cube[k]), second = _mm512_set1_ps(t->e2[k]);
     const __m512 whole = _mm512_set1_ps(0x1p23f), last = _mm512_set1_ps(0x1p23f + 255);
-    const __m512 centres = _mm512_load_ps(LOG_INVERSE), logs = _mm512_load_ps(LOG_CENTRE) - t->hi[next];
+    const __m512 centres = _mm512_load_ps(FINE_INVERSE), more_centres = _mm512_load_ps(FINE_INVERSE + 16);
+    const __m512 logs = _mm512_load_ps(FINE_CENTRE) - t->hi[next], more_logs = _mm512_load_ps(FINE_CENTRE + 16) - t->hi[next];
     __m512 z[4], e[4], x[4], u[4], f[4], g[4];
     __m512i code[4], at[4];
 #define OLD(array) _mm512_load_ps(t->array[k] + q * 16)
 #define NEXT _mm512_load_ps(t->r[next] + q * 16)
-    EACH z[q] = wide_dither(*d, c->one), *d = _mm512_add_epi32(*d, c->way);
-    EACH e[q] = wide_fma(cube, z[q], &t->square[k]), at[q] = _mm512_srli_epi32(_mm512_castps_si512(NEXT), 19);
+    EACH z[q] = wide_dither(*d), *d = _mm512_add_epi32(*d, c->way);
+    EACH e[q] = wide_fma(cube, z[q], &t->square[k]), at[q] = _mm512_srli_epi32(_mm512_castps_si512(NEXT), 18);
     EACH e[q] = wide_fma(e[q], z[q], &t->slope[k]);
-    EACH z[q] = wide_fma(z[q], e[q], &t->above[k]), f[q] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(NEXT), c->mantissa, c->one, 0xEA));
-    EACH z[q] = y[q] * inverse + (dither ? z[q] : last), g[q] = _mm512_permutexvar_ps(at[q], centres);
+    EACH z[q] = z[q] * e[q] + 256.0f, f[q] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(NEXT), c->mantissa, c->one, 0xEA));
+    EACH z[q] = y[q] * inverse + (dither ? z[q] : last), g[q] = _mm512_permutex2var_ps(centres, at[q], more_centres);
     EACH z[q] = dither ? _mm512_add_round_ps(z[q], whole, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC) : (__m512)z[q];
     EACH f[q] = f[q] * g[q] - 1.0f;
-    EACH code[q] = _mm512_min_epi32(_mm512_max_epi32(_mm512_castps_si512(z[q]), c->first), c->last), g[q] = LOG_3 * f[q] + LOG_2;
-    EACH x[q] = _mm512_castsi512_ps(code[q]) - last, g[q] = g[q] * f[q] + LOG_1;
+    EACH code[q] = _mm512_min_epi32(_mm512_max_epi32(_mm512_castps_si512(z[q]), c->first), c->last), g[q] = FINE_2 * f[q] + FINE_1;
+    EACH x[q] = _mm512_castsi512_ps(code[q]) - last;
     if (special) {
         EACH {
             const __mmask16 some = _mm512_cmp_ps_mask(OLD(r), _mm512_setzero_ps(), _CMP_NEQ_UQ);
             _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_maskz_cvtepi32_epi8(some, code[q]));
             u[q] = _mm512_maskz_div_ps(some, OLD(m), (__m512)NAME(exp2)((V)(x[q] * t->step[k] + t->hi[k])));
-            y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutexvar_ps(at[q], logs);
+            y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutex2var_ps(logs, at[q], more_logs);
         }
     } else {
-        EACH x[q] = y[q] * inverse - x[q], y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutexvar_ps(at[q], logs);
+        EACH x[q] = y[q] * inverse - x[q], y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutex2var_ps(logs, at[q], more_logs);
         EACH u[q] = wide_fma(second, x[q], &t->e1[k]), _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_cvtepi32_epi8(code[q]));
         EACH u[q] = (u[q] * x[q] + 1.0f) * (OLD(m) / OLD(r));
     }
     EACH y[q] = g[q] * f[q] + y[q];
     EACH _mm512_store_ps(t->m[k] + q * 16, u[q]);
-    wide_largest(c, t, k, u);
+    wide_largest(c, t, k, u, special);
 #undef OLD
 #undef NEXT
 }
 
 /* log2 r - hi of group 0, with which the third pass begins: the same operations as there, so that where a tile begins changes no bit. */
 OP void wide_first_log(const wide_encoder *c, const wide_tile *t, __m512 *y) {
-    const __m512 centres = _mm512_load_ps(LOG_INVERSE), logs = _mm512_load_ps(LOG_CENTRE) - t->hi[0];
+    const __m512 centres = _mm512_load_ps(FINE_INVERSE), more_centres = _mm512_load_ps(FINE_INVERSE + 16);
+    const __m512 logs = _mm512_load_ps(FINE_CENTRE) - t->hi[0], more_logs = _mm512_load_ps(FINE_CENTRE + 16) - t->hi[0];
     EACH {
         const __m512 r = _mm512_load_ps(t->r[0] + q * 16);
-        const __m512i at = _mm512_srli_epi32(_mm512_castps_si512(r), 19);
+        const __m512i at = _mm512_srli_epi32(_mm512_castps_si512(r), 18);
         const __m512 mantissa = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(r), c->mantissa, c->one, 0xEA));
-        const __m512 f = mantissa * _mm512_permutexvar_ps(at, centres) - 1.0f;
-        const __m512 g = (LOG_3 * f + LOG_2) * f + LOG_1;
-        y[q] = g * f + (_mm512_getexp_ps(r) + _mm512_permutexvar_ps(at, logs));
+        const __m512 f = mantissa * _mm512_permutex2var_ps(centres, at, more_centres) - 1.0f;
+        const __m512 g = FINE_2 * f + FINE_1;
+        y[q] = g * f + (_mm512_getexp_ps(r) + _mm512_permutex2var_ps(logs, at, more_logs));
     }
 }
 
@@ -265,26 +287,23 @@ OP void wide_first_log(const wide_encoder *c, const wide_tile *t, __m512 *y) {
 OP __m512i wide_scales(wide_tile *t, float share, const int dither) {
     const V u = NAME(max)(NAME(min)((V)wide_reduce(t->top, 0) * share, NAME(set)(0x1.FEp127f)), NAME(set)(0x1p-100f));
     const I stored = ((I)u + (dither ? 0xFFF0 : 0x8000)) & -0x10000;
-    NAME(save)(t->scale, (dither ? 127 * (1 - 0x1p-18f) : 127) / (V)stored * share);
+    V scale = (dither ? 127 * (1 - 0x1p-18f) : 127) / (V)stored * share;
+    if (dither) scale = NAME(min)(scale, NAME(set)(0x1p95f)) * 0x1p32f; /* still finite */
+    NAME(save)(t->scale, scale);
     return (__m512i)stored;
 }
 
-/* Last pass: u to codes. The scale leaves a little room, so that no dither reaches 128 or -128. */
+/* Last pass: u to codes. With dither, u times 2^32: rounding towards zero the sum with a large number leaves the whole number below in the lowest
+ * bits. The scale leaves a little room, so that no dither reaches 128 or -128. */
 OP void wide_encode_m(const wide_encoder *e, int8_t *codes, const wide_tile *t, int k, __m512i *d, const int dither) {
-    const __m512 scale = _mm512_set1_ps(t->scale[k]);
-    EACH {
-        const __m512 u = _mm512_load_ps(t->m[k] + q * 16);
-        __m512i code;
-        if (dither) {
-            /* rounding towards zero the sum with a large number leaves the whole number below in the lowest bits */
-            const __m512 x = u * scale + wide_dither(*d, e->one);
-            *d = _mm512_add_epi32(*d, e->way);
-            code = _mm512_castps_si512(_mm512_add_round_ps(x, _mm512_set1_ps(0x1.8p23f - 1), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC));
-        } else {
-            code = _mm512_max_epi32(_mm512_min_epi32(_mm512_cvtps_epi32(u * scale), _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
-        }
-        _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_cvtepi32_epi8(code));
-    }
+    const __m512 scale = _mm512_set1_ps(t->scale[k]), whole = _mm512_set1_ps(0x1.8p55f);
+    __m512 x[4];
+    __m512i code[4];
+    EACH x[q] = dither ? wide_dither(*d) : scale, *d = _mm512_add_epi32(*d, e->way);
+    EACH x[q] = dither ? _mm512_load_ps(t->m[k] + q * 16) * scale + x[q] : _mm512_load_ps(t->m[k] + q * 16) * scale;
+    EACH code[q] = dither ? _mm512_castps_si512(_mm512_add_round_ps(x[q], whole, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC)) : _mm512_cvtps_epi32(x[q]);
+    if (!dither) EACH code[q] = _mm512_max_epi32(_mm512_min_epi32(code[q], _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
+    EACH _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_cvtepi32_epi8(code[q]));
 }
 
 /* Dither of a segment's elements from `at` on: `weyl` in codecs/base.py. */
@@ -292,38 +311,51 @@ OP __m512i wide_weyl(const uint32_t *lanes, uint32_t start) {
     return _mm512_add_epi32(_mm512_load_si512(lanes), _mm512_set1_epi32((int)start));
 }
 
-/* `count` <= TILE groups from `g` on. */
-OP void NAME(groups)(
-    const segment *s, const hyper *settings, const planes *where, const options *how, int64_t g, int count, const int type, const int grad_type,
-    const int bits, const int dither) {
-    wide_tile t;
+/* One tile: `count` <= TILE groups from `g` on, whose powers the tile has. It leaves those of the tile that follows, of `following` groups or none.
+ * What a reduction over the tile needs is a long chain of operations: so one that does not need its result comes after it. */
+OP void wide_one(
+    const segment *s, const wide_step *h, const planes *where, int64_t g, int count, int64_t following, wide_tile *t, const int type,
+    const int grad_type, const int bits, const int dither) {
     const int64_t group = s->start / GROUP + g;
     const __mmask16 there = (__mmask16)((1u << count) - 1);
-    const wide_step h = wide_prepare(settings, how);
-    wide_moments(s, &h, where, g, count, &t, type, grad_type);
-    wide_apply(s, &h, where, g, count, &t, type, bits);
+    wide_moments(s, h, where, g, count, t, type, grad_type);
     if (count < TILE) { /* groups of no elements, and without zeros */
-        memset(t.top[count], 0, sizeof t.top[0] * (size_t)(TILE - count));
-        memset(t.low[count], 0xFF, sizeof t.low[0] * (size_t)(TILE - count));
+        memset(t->top[count], 0, sizeof t->top[0] * (size_t)(TILE - count));
+        memset(t->low[count], 0xFF, sizeof t->low[0] * (size_t)(TILE - count));
     }
-    const uint32_t special = wide_lattice(&t) & there;
+    const uint32_t special = wide_lattice(t) & there;
+    wide_apply(s, h, where, g, count, t, type, bits);
     const uint32_t index = (uint32_t)(s->index + g * GROUP), step = (uint32_t)s->step;
     uint8_t *codes = where->v + s->start + g * GROUP;
-    wide_encoder e = wide_codes(h.integers);
-    __m512i d = wide_weyl(h.integers->code_dither, index * 2654435761u + step * 2654435769u);
+    wide_encoder e = wide_codes(h->integers);
+    __m512i d = wide_weyl(h->integers->code_dither, index * 2654435761u + step * 2654435769u);
     __m512 y[GROUP / 16];
-    wide_first_log(&e, &t, y);
+    wide_first_log(&e, t, y);
     for (int k = 0; k < count; k++) {
         const int next = k + 1 < count ? k + 1 : k;
-        if (__builtin_expect(special >> k & 1, 0)) wide_encode_v(&e, codes + k * GROUP, &t, k, next, y, &d, dither, 1);
-        else wide_encode_v(&e, codes + k * GROUP, &t, k, next, y, &d, dither, 0);
+        if (__builtin_expect(special >> k & 1, 0)) wide_encode_v(&e, codes + k * GROUP, t, k, next, y, &d, dither, 1);
+        else wide_encode_v(&e, codes + k * GROUP, t, k, next, y, &d, dither, 0);
     }
-    const __m512i stored = wide_scales(&t, h.share, dither);
-    d = wide_weyl(h.integers->mcode_dither, index * 2246822519u + step * 1779033703u);
-    e.way = _mm512_load_si512(h.integers->mcode_dither16);
+    const __m512i stored = wide_scales(t, h->share, dither);
+    wide_powers(s, where, g + TILE, following, h->root, t);
+    d = wide_weyl(h->integers->mcode_dither, index * 2246822519u + step * 1779033703u);
+    e.way = _mm512_load_si512(h->integers->mcode_dither16);
     int8_t *m_codes = where->m + s->start + g * GROUP;
-    for (int k = 0; k < count; k++) wide_encode_m(&e, m_codes + k * GROUP, &t, k, &d, dither);
-    _mm512_mask_storeu_ps(where->hi + group, there, _mm512_load_ps(t.hi));
-    _mm512_mask_storeu_ps(where->step + group, there, _mm512_load_ps(t.step));
+    for (int k = 0; k < count; k++) wide_encode_m(&e, m_codes + k * GROUP, t, k, &d, dither);
+    _mm512_mask_storeu_ps(where->hi + group, there, _mm512_load_ps(t->hi));
+    _mm512_mask_storeu_ps(where->step + group, there, _mm512_load_ps(t->step));
     _mm256_mask_storeu_epi16(where->umax + group, there, _mm512_cvtepi32_epi16(_mm512_srli_epi32(stored, 16)));
+}
+
+/* `count` groups from `g` on. */
+OP void NAME(groups)(
+    const segment *s, const hyper *settings, const planes *where, const options *how, int64_t g, int64_t count, const int type, const int grad_type,
+    const int bits, const int dither) {
+    wide_tile t;
+    const wide_step h = wide_prepare(settings, how);
+    wide_powers(s, where, g, count, h.root, &t);
+    for (; count > 0; g += TILE, count -= TILE) {
+        const int64_t following = count > TILE ? count - TILE : 0;
+        wide_one(s, &h, where, g, count < TILE ? (int)count : TILE, following, &t, type, grad_type, bits, dither);
+    }
 }

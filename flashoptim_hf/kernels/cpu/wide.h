@@ -80,12 +80,14 @@ OP two wide_join(const wide_constants *c, __m512i p, __m512i e, const int bits) 
 OP __m512i wide_split(const wide_constants *c, two w, __m512i *correction, const int bits) {
     const __m512i zero = _mm512_setzero_si512(), a = _mm512_castps_si512(w.a), b = _mm512_castps_si512(w.b);
     __m512i p = _mm512_permutex2var_epi16(a, HALVES(1), b), low = _mm512_permutex2var_epi16(a, HALVES(0), b);
-    __mmask32 up = _mm512_cmpgt_epu16_mask(low, _mm512_sub_epi16(READ(tie), _mm512_and_si512(p, READ(one))));
+    /* a tie is rounded up where the weight is odd, with whose lowest bit it is above a tie */
+    const __m512i sticky = _mm512_ternarylogic_epi32(low, p, READ(one), 0xF8);
+    const __mmask32 up = _mm512_cmpgt_epu16_mask(sticky, READ(tie)), down = _mm512_cmple_epu16_mask(sticky, READ(tie));
     p = _mm512_mask_sub_epi16(p, up, p, READ(minus_one));
     if (!bits) return p;
     /* w - p in the integer view, away from zero; the tie 2^15 as 2^15 - 1 */
-    __m512i d = _mm512_mask_mov_epi16(_mm512_min_epu16(low, READ(largest)), up, low), e;
-    __mmask32 inward = _mm512_mask_cmplt_epi16_mask(_mm512_testn_epi16_mask(p, READ(mantissa)), d, zero);
+    __m512i d = _mm512_mask_min_epu16(low, down, low, READ(largest)), e;
+    const __mmask32 inward = _mm512_mask_testn_epi16_mask(up, p, READ(mantissa)); /* d < 0 where it was rounded up */
     __mmask32 positive = _mm512_testn_epi16_mask(p, READ(tie));
     if (bits == 24) {
         /* -127 d / 2^15; d = -2^14 is a tie, which belongs to the larger correction */
@@ -94,7 +96,7 @@ OP __m512i wide_split(const wide_constants *c, two w, __m512i *correction, const
         *correction = _mm512_mask_sub_epi16(e, positive, zero, e);
     } else {
         /* d - d / 2^15, ties of the quotient towards zero; half of it from a power of two inward */
-        __mmask32 above = _mm512_cmpgt_epi16_mask(d, zero), tie = _mm512_mask_cmpeq_epi16_mask(~up, low, READ(tie));
+        __mmask32 above = _mm512_cmpgt_epi16_mask(d, zero), tie = _mm512_mask_cmpeq_epi16_mask(down, low, READ(tie));
         e = _mm512_sub_epi16(d, _mm512_mulhrs_epi16(_mm512_mask_sub_epi16(d, above, d, READ(one)), READ(one)));
         e = _mm512_mask_srai_epi16(e, inward, _mm512_sub_epi16(d, READ(minus_one)), 1);
         e = _mm512_mask_mov_epi16(e, tie, READ(largest));
