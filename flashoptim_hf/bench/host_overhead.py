@@ -227,8 +227,8 @@ class NullDevice(HostBackend):
     def copy(self, stream: Any, dst: Tensor, src: Tensor, *, keep: bool = False) -> None:
         pass
 
-    def read_later(self, value: Tensor) -> Callable[[], Tensor]:
-        super().read_later(value)
+    def read_later(self, value: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        super().read_later(value, into)
         return lambda: value
 
 

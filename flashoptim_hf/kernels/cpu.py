@@ -103,11 +103,15 @@ def too_large(tensors: Sequence[Tensor], *, isa: int | None = None) -> bool:
         tensors: those that `can_look_at` admits.
         isa: as in `update_page`.
     """
+    return spans_too_large(np.array([(x.data_ptr(), x.numel(), DTYPE_CODE[x.dtype]) for x in tensors], dtype=np.int64), isa=isa)
+
+
+def spans_too_large(spans: np.ndarray, *, isa: int | None = None) -> bool:
+    """`too_large` of int64 rows of address, elements and code of the dtype, where the library was built."""
     loaded = library()
     assert loaded is not None
-    spans = np.array([(x.data_ptr(), x.numel(), DTYPE_CODE[x.dtype]) for x in tensors], dtype=np.int64)
     isa = loaded.flashoptim_isa() if isa is None else isa
-    return bool(loaded.flashoptim_too_large(spans.ctypes.data, len(tensors), torch.get_num_threads(), isa))
+    return bool(loaded.flashoptim_too_large(spans.ctypes.data, len(spans), torch.get_num_threads(), isa))
 
 
 @torch.no_grad()

@@ -265,63 +265,95 @@ class _Tables:
     """
 
     def __init__(self, segments: Segments) -> None:
-        param, grad = segments.params[0], segments.grads[0]
+        param, grad, rows, hyper = segments.params[0], segments.grads[0], segments.rows, segments.hyper
         where = param.device
-        rows, hyper = segments.rows.copy(), segments.hyper.astype(np.float32, copy=False)
-        narrow = ((rows[:, 0] | rows[:, 1]) & 15) != 0
-        if narrow.any():
-            blocks, self.block, slots = _blocks(rows[:, 3].tobytes(), narrow.tobytes())
-            rows[:, 7] = np.where(narrow, NEVER, TILE)
-        else:
-            blocks, self.block, slots = _blocks(rows[:, 3].tobytes())
-            rows[:, 7] = TILE
-        self.programs = len(blocks)
-        slot_bytes = TILE * (param.element_size() + grad.element_size())
-        self.scratch = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=where)
-        arrays: list[np.ndarray] = [rows, hyper, blocks]
-        if segments.tables is not None:
-            arrays.append(np.array(list(map(Tensor.data_ptr, segments.tables)), dtype=np.int64))
-        sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
-        sent, host = room(sum(sizes), where)
+        lowest = rows[:, :2].astype(np.uint8)  # the low byte of each address
+        whether_narrow = None
+        if lowest.tobytes().translate(None, _ON_16_BYTES):
+            whether_narrow = ((lowest & 15) != 0).any(1).tobytes()
+        dealt = _deal(rows[:, 3].tobytes(), whether_narrow, hyper.shape[1])
+        self.block, self.programs = dealt.block, dealt.programs
+        self.scratch = torch.empty(dealt.slots * TILE * (param.itemsize + grad.itemsize), dtype=torch.uint8, device=where)
+        sizes = dealt.sizes if segments.tables is None else [*dealt.sizes, len(rows)]
+        sent, host = room(sum(sizes), where, torch.int64)
 
+        words = host.numpy()
+        table = words[: rows.size].reshape(rows.shape)
+        table[:] = rows
+        table[:, 7] = dealt.wide
         if segments.lr is None:
-            rows[:, 6] = np.arange(len(rows)) * (hyper.itemsize * hyper.shape[1]) + (sent.data_ptr() + sizes[0])
+            table[:, 6] = dealt.rates_of(sent.data_ptr())
         else:
             # kept until the launch, behind which the allocator reuses memory in order
             self._lr = {id(lr): lr.detach().to(where, torch.float32) for lr in segments.lr}
-            rows[:, 6] = [self._lr[id(lr)].data_ptr() for lr in segments.lr]
-
-        parts, start = host.numpy(), 0
-        for array, size in zip(arrays, sizes, strict=True):
-            parts[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-            start += size
+            table[:, 6] = [self._lr[id(lr)].data_ptr() for lr in segments.lr]
+        scalars = words[rows.size : dealt.fixed].view(np.float32)
+        scalars[: hyper.size] = hyper.reshape(-1)
+        end = dealt.fixed + len(dealt.tail)
+        words[dealt.fixed : end] = dealt.tail
+        if segments.tables is not None:
+            words[end:] = list(map(Tensor.data_ptr, segments.tables))
         if host is not sent:
             sent.copy_(host, non_blocking=True)
-        of_rows, of_hyper, of_blocks, *of_codec = torch.split_with_sizes(sent, sizes)
-        self.of_codec = of_codec[0].view(torch.int64) if of_codec else None
-        self.rows, self.hyper, self.blocks = of_rows.view(torch.int64), of_hyper.view(torch.float32), of_blocks.view(torch.int32)
+        self.rows, of_hyper, of_blocks, *of_codec = torch.split_with_sizes(sent, sizes)
+        self.hyper, self.blocks = of_hyper.view(torch.float32), of_blocks.view(torch.int32)
+        self.of_codec = of_codec[0] if of_codec else None
 
 
-def room(nbytes: int, where: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for tables on a device, and on the host to copy them from, uint8; both are one on the CPU."""
-    sent = torch.empty(nbytes, dtype=torch.uint8, device=where)
-    return sent, sent if where.type == "cpu" else _host_bytes(nbytes)
+_ON_16_BYTES = bytes(range(0, 256, 16))
 
 
-def _host_bytes(count: int) -> Tensor:
+class _Dealt:
+    """What a page's tables have in common from step to step.
+
+    Attributes:
+        block, programs, slots: elements in a block; size of the grid; slots of scratch memory.
+        sizes: words of 8 bytes of rows, scalars and blocks, each a multiple of 2.
+        wide: the last column of the rows: one number for all of them, or an array.
+        tail: the blocks, int64. fixed: where they begin, in words.
+    """
+
+    def __init__(self, numels: bytes, whether_narrow: bytes | None, width: int) -> None:
+        blocks, self.block, self.slots = _blocks(numels, whether_narrow)
+        count, self.programs = len(numels) // 8, len(blocks)
+        self.sizes = [-(-nbytes // 16) * 2 for nbytes in (8 * ROW * count, 4 * width * count, blocks.nbytes)]
+        self.fixed = self.sizes[0] + self.sizes[1]
+        self.wide: int | np.ndarray = TILE
+        if whether_narrow is not None:
+            self.wide = np.where(np.frombuffer(whether_narrow, dtype=bool), NEVER, TILE)
+        self._rates, self._base = np.arange(count) * (4 * width) + 8 * self.sizes[0], 0
+        self.tail = np.zeros(self.sizes[2], dtype=np.int64)
+        self.tail.view(np.int32)[: blocks.size] = blocks.reshape(-1)
+
+    def rates_of(self, base: int) -> np.ndarray:
+        """The address of each row's learning rate in tables that begin at `base`: often the same memory as the step before."""
+        if base != self._base:
+            self._rates, self._base = self._rates + (base - self._base), base
+        return self._rates
+
+
+_deal = lru_cache(maxsize=1024)(_Dealt)
+
+
+def room(count: int, where: torch.device, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor]:
+    """Memory for tables on a device, and on the host to copy them from, so many numbers; both are one on the CPU."""
+    sent = torch.empty(count, dtype=dtype, device=where)
+    return sent, sent if where.type == "cpu" else _host_room(count, dtype)
+
+
+def _host_room(count: int, dtype: torch.dtype) -> Tensor:
     """Host memory to copy from: pinned, so that the copy holds nobody up, or pageable where pinning is refused."""
     try:
-        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError:
-        return torch.empty(count, dtype=torch.uint8, device="cpu")
+        return torch.empty(count, dtype=dtype, device="cpu")
 
 
-@lru_cache(maxsize=1024)
 def _blocks(numels: bytes, whether_narrow: bytes | None = None) -> tuple[np.ndarray, int, int]:
     """How segments are dealt out to programs.
 
     Args:
-        numels: of each segment, int64. (Bytes, since they are what the result is kept by.)
+        numels: of each segment, int64.
         whether_narrow: of each segment, bool: it does not lie on 16-byte boundaries. None: all do.
 
     Returns:

@@ -93,27 +93,48 @@ def too_large(addresses: np.ndarray, numels: np.ndarray, codes: int | np.ndarray
         fp32, 0-dim, on `where`: 1 or 0.
     """
     _triton.require()
-    if isinstance(codes, int):
-        dealt = [(codes, *_blocks(numels.tobytes()))]
-    else:
-        dealt = [(int(code), *_blocks(np.where(codes == code, numels, 0).tobytes())) for code in np.unique(codes)]
-    ends = HEAD + 2 * len(numels)
-    starts = list(accumulate((len(blocks) for _, blocks, _ in dealt), initial=ends))
-    sent, host = room(8 * starts[-1], where)
+    dealt = _deal(numels.tobytes(), codes if isinstance(codes, int) else codes.tobytes())
+    sent, host = room(2 * len(dealt.table), where, torch.float32)
     words = host.numpy().view(np.int64)
-    # the flag comes with the tables: nothing has to be launched to make it 0
-    words[:HEAD] = 0
-    words[HEAD:ends:2], words[HEAD + 1 : ends : 2] = addresses, numels
-    for (_, blocks, _), start in zip(dealt, starts, strict=False):
-        words[start : start + len(blocks)] = blocks
+    words[:] = dealt.table
+    words[HEAD : dealt.ends : 2] = addresses
     if host is not sent:
         sent.copy_(host, non_blocking=True)
-    table = sent.view(torch.float32)
     with on_device(where):
-        for (code, blocks, block), start in zip(dealt, starts, strict=False):
+        for code, programs, start, block in dealt.launches:
+            look_kernel[(programs,)](sent, start, block, **specialize(code))
+    return sent[0]
+
+
+class _Dealt:
+    """What the tables of looks at the same spans have in common.
+
+    Attributes:
+        table: int64: the flag, which is 0 and comes with the table, so that nothing has to be launched to make it so; address (left open)
+            and elements of each span; and the blocks.
+        ends: where the spans end in it.
+        launches: of each dtype (its code, programs, where its blocks begin, elements in a block).
+    """
+
+    def __init__(self, numels: bytes, codes: int | bytes) -> None:
+        sizes = np.frombuffer(numels, dtype=np.int64)
+        if isinstance(codes, int):
+            parts = [(codes, *_blocks(sizes))]
+        else:
+            of = np.frombuffer(codes, dtype=np.int64)
+            parts = [(int(code), *_blocks(np.where(of == code, sizes, 0))) for code in np.unique(of)]
+        self.ends = HEAD + 2 * len(sizes)
+        starts = list(accumulate((len(blocks) for _, blocks, _ in parts), initial=self.ends))
+        self.table = np.zeros(starts[-1], dtype=np.int64)
+        self.table[HEAD + 1 : self.ends : 2] = sizes
+        self.launches = []
+        for (code, blocks, block), start in zip(parts, starts, strict=False):
+            self.table[start : start + len(blocks)] = blocks
             if len(blocks):
-                look_kernel[(len(blocks),)](table, start, block, **specialize(code))
-    return table[0]
+                self.launches.append((code, len(blocks), start, block))
+
+
+_deal = lru_cache(maxsize=64)(_Dealt)
 
 
 @lru_cache(maxsize=8)
@@ -133,17 +154,15 @@ def specialize(code: int) -> dict[str, object]:
     }
 
 
-@lru_cache(maxsize=64)
-def _blocks(numels: bytes) -> tuple[np.ndarray, int]:
+def _blocks(sizes: np.ndarray) -> tuple[np.ndarray, int]:
     """How spans are dealt out to programs.
 
     Args:
-        numels: int64, the elements of each span.
+        sizes: int64, the elements of each span.
 
     Returns:
         int64 [programs]: every block of every span, as int32 (span, block within it) in one word; elements in a block.
     """
-    sizes = np.frombuffer(numels, dtype=np.int64)
     block = TILE * TILES
     # less than one block of each span is not full, so this ends
     while (-(-sizes // block)).sum() > ENOUGH + np.count_nonzero(sizes):

@@ -69,8 +69,10 @@ class AutoMaster:
 
     def before(self, plan: StepPlan, param_groups: list[dict[str, Any]], layout: Layout) -> None:
         """Take a sample, if this step is one to look at. Call when the step's numbers are known and nothing has been launched."""
+        if not any(group["master_bits"] == "auto" for group in param_groups):
+            return
         steps = int(plan.steps.max())
-        if steps % INTERVAL or not any(group["master_bits"] == "auto" for group in param_groups):
+        if steps % INTERVAL:
             return
         layout.synchronize()
         members: dict[Any, tuple[list[Tensor], list[Record]]] = {}

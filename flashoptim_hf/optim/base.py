@@ -19,7 +19,7 @@ from ..kernels.rule import UpdateRule
 from ..paging.engine import Engine
 from ..paging.plan import parse_bytes
 from ..paging.store import Page
-from . import checkpoint, gradient_release, learning, modes, options, sharded
+from . import around_step, checkpoint, gradient_release, learning, modes, options, sharded
 from .auto_master import AutoMaster
 from .backward_pass import NOT_FINITE
 from .finite import SKIPPED, Guard
@@ -134,8 +134,9 @@ class FlashOptimizer(Optimizer):
         patched = self.__dict__.get("step")
         return not getattr(patched, "__module__", "").startswith("accelerate")
 
-    @torch._disable_dynamo
-    @torch.no_grad()
+    profile_hook_step = staticmethod(around_step.hooked)
+
+    @around_step.untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
@@ -144,8 +145,6 @@ class FlashOptimizer(Optimizer):
 
         Returns:
             The closure's loss, or None.
-
-        Not traced by `torch.compile`: numbers that change at each step would otherwise be compiled in.
         """
         loss = None
         if closure is not None:

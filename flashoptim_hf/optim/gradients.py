@@ -128,7 +128,7 @@ class Spans:
 
     @cached_property
     def numels(self) -> np.ndarray:
-        """int64, elements of each gradient."""
+        """int64, elements of each gradient; one array for all that are known to be the same."""
         if self.known is not None:
             return self.known.numels
         return np.fromiter(map(Tensor.numel, self.grads), dtype=np.int64, count=len(self.grads))
@@ -206,16 +206,18 @@ class Gradients(Spans):
         self.roster = roster if roster is not None and roster.lists(members) else Roster(members)
         self.params, self.groups = self.roster.listed, self.roster.groups
         grads = list(map(_grad_of, self.params))
-        if known is None or not known.like.surely_holds(grads):
-            present = list(map(is_not, grads, repeat(None)))
-            if not all(present):
-                self.params, self.groups = list(compress(self.params, present)), list(compress(self.groups, present))
-                grads = list(compress(grads, present))
-                if not grads:
-                    self.roster.warn_of_frozen()
-            if self.roster.sharded:
-                grads = list(map(local, grads))
-            known = known if known is not None and known.like.holds(grads) else None
+        if known is not None and known.like.surely_holds(grads):  # the usual case
+            super().__init__(grads, known)
+            return
+        present = list(map(is_not, grads, repeat(None)))
+        if not all(present):
+            self.params, self.groups = list(compress(self.params, present)), list(compress(self.groups, present))
+            grads = list(compress(grads, present))
+            if not grads:
+                self.roster.warn_of_frozen()
+        if self.roster.sharded:
+            grads = list(map(local, grads))
+        known = known if known is not None and known.like.holds(grads) else None
         super().__init__(grads, known)
 
 

@@ -67,9 +67,21 @@ class PageWork:
         rates = None if lr is None else self._pick(lr)
         # the parameters of a page have one dtype, and pieces are never empty
         uniform = bool(self.list) and isinstance(types, int)
-        return Segments(self._pick(flat.params), self._pick(flat.grads), rows, hyper[owners], rates, self.cuts, uniform, self.tables)
+        return Segments(
+            self._pick(flat.params, flat.keeps),
+            self._pick(flat.grads, flat.keeps),
+            rows,
+            hyper[owners],
+            rates,
+            self.cuts,
+            uniform,
+            self.tables,
+        )
 
-    def _pick(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _pick(self, tensors: list[Tensor], keeps: bool = False) -> list[Tensor]:
+        """Those of the segments. `keeps`: nobody changes the list, so that it may be handed out where it is all of them."""
+        if keeps and isinstance(self.owners, slice) and self.owners.stop - self.owners.start == len(tensors):
+            return tensors
         return tensors[self.owners] if isinstance(self.owners, slice) else [tensors[i] for i in self.list]
 
 
@@ -90,6 +102,8 @@ class _Flat:
         self.sources = [param.detach() for param in params]
         self.strided = [i for i, param in enumerate(self.sources) if not param.is_contiguous()]
         self.params = [param.contiguous() for param in self.sources]
+        # whether lists of this step's tensors stay what they are: not where gradients come one by one, or weights are copied for each step
+        self.keeps = not self.strided
         self._found, self._like = list(map(Tensor.data_ptr, params)), Likeness(params)
         self.addresses = addresses_of(self.params)
         self.itemsizes = np.array([param.itemsize for param in params], dtype=np.int64)
@@ -115,6 +129,7 @@ class _Flat:
     def expect(self) -> None:
         """Make room for gradients that come one by one."""
         count = len(self.params)
+        self.keeps = False
         self.grads = [torch.empty(0, device="cpu")] * count
         self.grad_addresses, self.grad_types = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
 
@@ -207,6 +222,7 @@ class StepPlan:
         self.params = [self._listed[i] for i in first]
         self.records: list[Record] = [layout.records[param] for param in self.params]
         self._numels = np.array([local(param).numel() for param in self._listed], dtype=np.int64)
+        self._fitting: np.ndarray | None = None
         self._sharded = any(local(param) is not param for param in self.params)
         self.flat = _Flat([local(param) for param in self.params])
         self.known = gradients.learn()
@@ -243,9 +259,11 @@ class StepPlan:
         Raises:
             UnsupportedError: a gradient has another number of elements than its parameter, which kernels would not notice.
         """
-        if not np.array_equal(gradients.numels, self._numels):
+        # those of gradients that are known were compared when the plan's first step began
+        if gradients.numels is not self._fitting and not np.array_equal(gradients.numels, self._numels):
             at = int(np.flatnonzero(gradients.numels != self._numels)[0])
             raise _misfit(gradients.grads[at], local(self._listed[at]))
+        self._fitting = gradients.numels
         self.flat.take(gradients, self._positions)
         self.number(param_groups, rule)
 
@@ -253,21 +271,28 @@ class StepPlan:
         """Read this step's counts and scalars."""
         steps = np.empty(len(self.params), dtype=np.int64)
         for counter, places, mine in self._counters:
-            steps[mine] = counter[places] + 1
-        hyper = np.zeros((len(self.params), len(rule.hyper)), dtype=np.float32)
+            steps[mine] = counter[places]
+        raw = steps.tobytes()
+        even = raw[8:] == raw[:-8]  # the usual case: one step count for all
+        if even:
+            steps.fill(int(steps[0]) + 1)
+        else:
+            steps += 1
+        hyper = np.empty((len(self.params), len(rule.hyper)), dtype=np.float32)
         lr: list[Any] | None = None
         for number, members in self._members:
             group = param_groups[number]
             rate = group["lr"]
             # a learning rate on the device stays there: reading it would wait for the device
             on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
+            first = 0.0 if on_device else float(rate)
             mine = steps[members]
-            for step in (int(mine[0]),) if (mine == mine[0]).all() else set(mine.tolist()):
-                row = (0.0 if on_device else float(rate), *rule.scalars(group, step))
-                if len(mine) == 1 or (mine == step).all():
-                    hyper[members] = row
-                else:
-                    hyper[np.arange(len(steps))[members][mine == step]] = row
+            step = int(mine[0])
+            hyper[members] = (first, *rule.scalars(group, step))
+            if not even and (others := mine != step).any():
+                among = np.arange(len(steps))[members]
+                for step in set(mine[others].tolist()):
+                    hyper[among[mine == step]] = (first, *rule.scalars(group, step))
             if on_device:
                 lr = [None] * len(self.params) if lr is None else lr
                 for i in np.arange(len(steps))[members].tolist():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -19,6 +18,22 @@ from .traffic import Stopwatch, Traffic
 
 Update = Callable[[Page, tuple[Tensor, ...]], Callable[[], None]]
 """(page, its planes where the kernel must use them) -> what starts the kernel. Called when the page is queued, not when it is there."""
+
+
+class _Failures:
+    """Remembers that something went wrong inside a `with`; the exception goes on."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.seen = True
 
 
 class Engine:
@@ -59,7 +74,7 @@ class Engine:
         self._offered: list[Page] = []
         self._regrouped = False
         self._last_in_place: Event | None = None
-        self._failed = False
+        self._failures = _Failures()
 
     @property
     def traffic(self) -> Traffic:
@@ -100,6 +115,11 @@ class Engine:
             self._start_step()
             self._recover()
             self.reserve(pages)
+            if not any(page.staged or page.files is not None for page in pages):
+                for page in pages:
+                    with self._failures:
+                        self._launch(page, update(page, page.views))
+                return
             coming = [number for number, page in enumerate(pages) if self.has_to_come(page)]
             passed = 0
             for page in pages[: self.prefetch + 1]:
@@ -110,7 +130,7 @@ class Engine:
                 while passed < len(coming) and coming[passed] <= number:
                     passed += 1
                 views = self.begin(page, [pages[i] for i in coming[passed : passed + self.prefetch]])
-                with self._guard():
+                with self._failures:
                     closure = update(page, views)
                 self.finish(page, closure)
         finally:
@@ -123,7 +143,9 @@ class Engine:
             self._regrouped = False
             if self._staging.slots:
                 self._staging.release()  # other pages may need them now, or none
-        with self._guard():
+        if not any(page.staged for page in pages):
+            return
+        with self._failures:
             if through := [page.slot_bytes for page in pages if page.bounced]:
                 self._mover.bounce.reserve(max(through))
             for page in pages:
@@ -145,7 +167,7 @@ class Engine:
             the page's planes, where the kernel must use them. What is in them is valid only inside the closure given to `finish`.
         """
         self._recover()
-        with self._guard():
+        with self._failures:
             self._start_step()
             views = self._bring(page)
             for following in ahead:
@@ -158,7 +180,7 @@ class Engine:
 
     def finish(self, page: Page, closure: Callable[[], None]) -> None:
         """Launch the update of a page that was begun, and write the page back unless it stays."""
-        with self._guard():
+        with self._failures:
             resident = self._residents.slot(page)
             if not page.staged:
                 self._launch(page, closure)
@@ -188,7 +210,7 @@ class Engine:
         if not self.traffic.stepping:
             self.stopwatch.read()
             self.traffic.start_step()
-            with self._guard():
+            with self._failures:
                 self._regrouped |= self._residents.start_step()
                 if self._staging.most < self._staging.wanted and self._residents.has_room(self._staging.slot_bytes):
                     self._staging.most = self._staging.wanted
@@ -206,7 +228,7 @@ class Engine:
         What is written to home after this and before the next step counts: residents are then fetched anew.
         """
         self._recover(everything=True)
-        with self._guard():
+        with self._failures:
             self._residents.write_home()
         self._wait_for_home()
         self._residents.watch_home()
@@ -295,7 +317,7 @@ class Engine:
             Bytes of device memory given back.
         """
         self._recover()
-        with self._guard():
+        with self._failures:
             freed = self._residents.evict(nbytes)
         if freed:
             self._wait_for_home()
@@ -308,7 +330,7 @@ class Engine:
         """Give back all device memory, staging too; the next step takes what it needs. Returns the bytes."""
         freed = self.device_bytes
         self._recover(everything=True)
-        with self._guard():
+        with self._failures:
             self._residents.evict(None)
         self.release_staging()
         self.backend.trim_device()
@@ -322,20 +344,11 @@ class Engine:
 
     # ------------------------------------------------------------------ after a failure
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Remember that something went wrong inside; the exception goes on."""
-        try:
-            yield
-        except BaseException:
-            self._failed = True
-            raise
-
     def _recover(self, everything: bool = False) -> None:
         """After a failure, or in any case: send back the pages that hold slots. A failure here is tried again at the next call."""
-        if not (self._failed or everything):
+        if not (self._failures.seen or everything):
             return
         self._staging.send_all_back()
         self._in_place.clear()
         self._residents.recover()
-        self._failed = False
+        self._failures.seen = False

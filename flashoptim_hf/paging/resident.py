@@ -64,14 +64,15 @@ class Residents:
         Returns:
             Whether the policy has just decided which pages stay.
         """
-        self._check_home()
+        if self._watched:
+            self._check_home()
         self._refused = False
         settles = self.policy.unsettled and self._mover.traffic.steps > 1
         if settles:
             memory = self._backend.device_memory()
             free, total = (None, 0) if memory is None else memory
             self.policy.settle(free, total)
-        for page in self.pages:
+        for page in self.pages if self._slots else ():
             if not self.policy.admits(page):
                 self.leave(page)
         return settles

@@ -157,13 +157,19 @@ class Backend(ABC):
         """Seconds between two events of one stream; None where they are not both reached yet, or there are no clocks."""
         return None
 
-    def read_later(self, value: Tensor) -> Callable[[], Tensor]:
+    def read_later(self, value: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Copy a small tensor to the host behind the work queued so far, without waiting.
+
+        Args:
+            into: what an earlier call's function gave, and nobody needs any more, for a tensor of the same shape and dtype: the copy goes
+                there.
 
         Returns:
             a function that waits for this copy alone and gives the copy.
         """
-        host = self.host_empty(value.numel() * value.itemsize).view(value.dtype).view(value.shape)
+        host = into
+        if host is None:
+            host = self.host_empty(value.numel() * value.itemsize).view(value.dtype).view(value.shape)
         self.wait("out", self.record("compute"))
         self.copy("out", host, value, keep=True)
         event = self.record("out")

@@ -199,7 +199,7 @@ def blocks_of(*segments: tuple[int, bool]) -> tuple[np.ndarray, int, int]:
 def test_blocks_of_several_tiles_equal_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     start = page((3 * fused.TILE - 1, 4 * fused.TILE, 4 * fused.TILE + 1), warm=1)
     monkeypatch.setattr(fused, "ENOUGH", 6)
-    fused._blocks.cache_clear()
+    fused._deal.cache_clear()
     assert blocks_of(*((len(p), True) for p in start.params))[1] == 4 * fused.TILE
     fast, slow = both(start)
     assert_same_weights(fast, slow, start)

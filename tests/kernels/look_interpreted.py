@@ -104,22 +104,22 @@ def test_dtypes_may_be_mixed() -> None:
 
 def test_blocks_become_longer_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "ENOUGH", 1)
-    look._blocks.cache_clear()
+    look._deal.cache_clear()
     grad = gradient(9 * TILE * look.TILES + 3, BF16, 1)
-    blocks, block = look._blocks(np.array([grad.numel()], dtype=np.int64).tobytes())
+    blocks, block = look._blocks(np.array([grad.numel()], dtype=np.int64))
     assert (len(blocks), block) == (2, 8 * TILE * look.TILES)
     assert flag([grad]) == 0
     for place in (block - 1, block, grad.numel() - 1):
         grad[place] = float("inf")
         assert flag([grad]) == 1
         grad[place] = 0
-    look._blocks.cache_clear()
+    look._deal.cache_clear()
 
 
 def test_the_blocks_of_large_tensors_cover_them_once() -> None:
     """Eight tensors of half a billion elements and a hundred small ones: few programs, each element in one."""
     sizes = np.array([2**29 + 7] * 8 + [1000] * 100, dtype=np.int64)
-    words, block = look._blocks(sizes.tobytes())
+    words, block = look._blocks(sizes)
     blocks = words.view(np.int32).reshape(-1, 2)
     assert len(blocks) <= look.ENOUGH + len(sizes)
     for span, size in enumerate(sizes.tolist()):

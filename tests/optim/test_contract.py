@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flashoptim_hf.errors import ConfigurationError, UnsupportedError
 from flashoptim_hf.optim.adamw import FlashAdamW
@@ -121,6 +122,42 @@ def test_step_hooks_and_patched_step(opt, set_gradients):
     optimizer.step = lambda *a, **k: (calls.append("patched"), original(*a, **k))[1]
     optimizer.step()
     assert calls == ["pre", "post", "patched", "pre", "post"]
+
+
+def test_hooks_of_all_optimizers_and_profilers_see_the_step(opt, set_gradients):
+    """What torch puts around a step is left out only where nobody is there to notice."""
+    w = parameter(5)
+    optimizer, calls = opt([w]), []
+    set_gradients([w], 0)
+    optimizer.step()
+
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    for handle in handles:
+        optimizer.step()
+        handle.remove()
+    optimizer.step()
+    assert calls == ["pre", "post", "post"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#FlashAdamW.step" in {event.key for event in profile.key_averages()}
+
+
+def test_a_step_leaves_gradients_on_as_they_were(opt, set_gradients):
+    w = parameter(5)
+    optimizer, seen = opt([w]), []
+    set_gradients([w], 0)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            assert optimizer.step(lambda: seen.append(torch.is_grad_enabled())) is None
+            assert torch.is_grad_enabled() == enabled
+    assert seen == [True, True]
+    w.grad = torch.ones(5).to_sparse()
+    with pytest.raises(UnsupportedError):
+        optimizer.step()
+    assert torch.is_grad_enabled()
 
 
 def test_frozen_and_late_parameters_keep_their_own_step_count(opt, reference, set_gradients):
