@@ -190,6 +190,7 @@ class FlashOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
+        checkpoint.store_as_groups_say(self)
         # copies: pickle would write the whole pool for each view of it
         state = {param: checkpoint.copied(values) for param, values in self.state.items()}
         return {"defaults": self.defaults, "state": state, "param_groups": self.param_groups}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """A snapshot: every tensor a copy of its own on the CPU. `base_state_dict` is torch's own `state_dict`, which runs the hooks."""
     optimizer.synchronize()
+    store_as_groups_say(optimizer)
     saved = base_state_dict()
     owners = {id(record.views): (param, record) for param, record in optimizer._layout.records.items()}
     for key, values in saved["state"].items():
@@ -54,6 +55,24 @@ def save(optimizer: FlashOptimizer, base_state_dict: Callable[[], dict[str, Any]
         # what a correction means depends on the weight's dtype, which no file with the state alone would tell
         group[DTYPE_KEY] = weight_dtypes(own["params"])
     return saved
+
+
+def store_as_groups_say(optimizer: FlashOptimizer) -> None:
+    """Store anew what was not stepped since its group's codec was changed: a saved group says how its states are to be read."""
+    layout = optimizer._layout
+    changed = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            record = layout.records.get(param)
+            if record is not None and optimizer.state.get(param) is record.views:
+                key = pool_key(param, group, optimizer.rule, param in layout.promoted)
+                if (key.codec, key.stateful) != (record.pool.key.codec, record.pool.key.stateful):
+                    changed.append((param, group))
+    for param in layout.ensure(changed):
+        optimizer.state[param] = layout.records[param].views
+    if changed:
+        optimizer._plan = None  # which holds on to pages that were replaced
+        layout.offer()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flashoptim_hf.codecs import learned
 from flashoptim_hf.errors import CheckpointError, ConfigurationError, UnsupportedError
-from flashoptim_hf.optim import finite, layout, learning
+from flashoptim_hf.optim import convert, finite, layout, learning, statistics
 from flashoptim_hf.optim.adamw import FlashAdamW
 from flashoptim_hf.optim.lion import FlashLion
 from flashoptim_hf.optim.sgd import FlashSGD
@@ -416,6 +416,63 @@ def test_loading_into_another_codec_stays_within_its_error(source: str, target: 
             if target == "learned":
                 assert torch.equal(curves_of(other, theirs), learned.straight().expand(2, -1))
     train(others, other, range(step + 1, step + 4))
+
+
+@pytest.mark.parametrize("way", ["state dict", "pickle"])
+@pytest.mark.parametrize("placed", ["plain", "simulated"])
+def test_a_codec_that_was_changed_is_in_what_is_saved(placed: str, way: str, as_bits) -> None:
+    """Some parameters have been stepped since, and some have not: the state is read as the group says, and goes on alike."""
+    params = parameters(torch.float32)
+    optimizer = optimizer_of(params, codec="log", **PLACED[placed])
+    train(params, optimizer, [4, 8])
+    optimizer.param_groups[0]["codec"] = "learned"
+    train(params, optimizer, [3])  # not of all
+    if way == "pickle":
+        others, other = pickle.loads(pickle.dumps((params, optimizer)))
+    else:
+        others, other = copy.deepcopy(params), None
+        other = optimizer_of(others, **PLACED[placed])
+        other.load_state_dict(optimizer.state_dict())
+    for mine, one in ((params, optimizer), (others, other)):
+        train(mine, one, [12, 16])
+    assert as_bits(other.state_dict()["state"]) == as_bits(optimizer.state_dict()["state"])
+    assert as_bits([p.detach() for p in others]) == as_bits([p.detach() for p in params])
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("target", ["adamw_torch", "bitsandbytes", "flashoptim"])
+def test_states_go_to_other_packages_and_come_back(target: str, step: int) -> None:
+    params = [param for param in parameters() if param.numel() > 4096 or target != "bitsandbytes"]
+    optimizer = optimizer_of(params)
+    train(params, optimizer, range(1, step + 1))
+    written, _ = convert.from_ours(optimizer.state_dict(), target, weight_dtype=torch.bfloat16)
+    assert not any(CURVE in values for values in written["state"].values())
+    assert "learn_interval" not in written["param_groups"][0]
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    again = optimizer_of(others)
+    with pytest.warns(UserWarning, match="has taken it over"):
+        again.load_state_dict(written)
+    for mine, theirs in zip(params, others, strict=True):
+        if mine.numel():
+            was, now = optimizer.decoded_state(mine), again.decoded_state(theirs)
+            assert within(now["exp_avg"], was["exp_avg"]) < 0.05
+            assert within(now["exp_avg_sq"].sqrt(), was["exp_avg_sq"].sqrt()) < 0.05
+    train(others, again, [step + 1])
+
+
+def test_a_file_is_inspected() -> None:
+    params = [param for param in parameters() if param.numel()]
+    optimizer = optimizer_of(params)
+    train(params, optimizer, range(1, 5))
+    saved = optimizer.state_dict()
+    rows = statistics.of_state(saved, "adamw", 0, saved["param_groups"][0])
+    assert [row.state for row in rows] == ["exp_avg", "exp_avg_sq"]
+    decoded = optimizer.decoded_state(params[0])
+    assert rows[0].largest == float(decoded["exp_avg"].abs().max())
+    assert all(row.error is not None and 0 < row.error < 0.02 for row in rows)
+    saved["state"][0][CURVE][3] = 0
+    with pytest.raises(CheckpointError, match=CURVE):
+        statistics.of_state(saved, "adamw", 0, saved["param_groups"][0])
 
 
 # ---------------------------------------------------------------------- what there is to see
