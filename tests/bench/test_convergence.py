@@ -486,7 +486,7 @@ def test_the_page_counts_and_names_what_is_outside() -> None:
 def test_the_readme_shows_the_shipped_results() -> None:
     block = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- convergence table: begin -->")[2]
     block = block.partition("<!-- convergence table: end -->")[0]
-    heads, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines() if line.startswith("|"))
+    heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|"))
     comparisons = compare(read(RESULTS))
     found = {(entry.task, entry.optimizer): entry for entry in comparisons}
     shown = set()
