@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def figure(records: Mapping[tuple[str, str, int], Record]) -> Any:
     axes = result.subplots(max(1, len(tasks)), 2, squeeze=False)
     shown: list[str] = []
     for (left, right), task in zip(axes, tasks, strict=False):
-        curves = _mean_curves(records, task)
+        curves, count = _mean_curves(records, task)
         shown += [name for name in curves if name not in shown]
         for name, (steps, curve, difference) in curves.items():
             style = {"color": colours[name], "linewidth": 2.0 if name == REFERENCE else 1.1}
@@ -43,8 +43,8 @@ def figure(records: Mapping[tuple[str, str, int], Record]) -> Any:
             if name != REFERENCE:
                 right.plot(steps, difference, **style)
         right.axhline(0, color="black", linewidth=0.8)
-        seeds = len({record.seed for record in records.values() if record.task == task})
-        left.set_title(f"{task}: training loss, mean of {seeds} seed{'s' * (seeds > 1)}", loc="left", fontsize=9)
+        over = f"mean of {count} seed{'s' * (count > 1)}" if count else "means of different seeds"
+        left.set_title(f"{task}: training loss, {over}", loc="left", fontsize=9)
         right.set_title(f"{task}: minus fp32", loc="left", fontsize=9)
         for axis in (left, right):
             axis.grid(alpha=0.3)
@@ -57,17 +57,31 @@ def figure(records: Mapping[tuple[str, str, int], Record]) -> Any:
     return result
 
 
-def _mean_curves(records: Mapping[tuple[str, str, int], Record], task: str) -> dict[str, tuple[list[float], list[float], list[float]]]:
-    """Optimizer to steps, mean curve and mean difference from fp32, over the seeds that it has in common with fp32."""
-    found = {}
+def _mean_curves(
+    records: Mapping[tuple[str, str, int], Record], task: str
+) -> tuple[dict[str, tuple[list[float], list[float], list[float]]], int]:
+    """Optimizer to steps, mean curve and mean difference from fp32; and of how many seeds the curves are means.
+
+    Curves are beside each other only where they are of the same seeds: those that every optimizer has. A difference is a pair's, and is
+    the mean of all seeds that an optimizer has in common with fp32.
+    """
+    runs: dict[str, dict[int, Record]] = {}
     for name in NAMES:
-        runs = [record for record in records.values() if (record.task, record.optimizer) == (task, name)]
-        pairs = [(run, records[task, REFERENCE, run.seed]) for run in runs if (task, REFERENCE, run.seed) in records]
-        if not pairs:
-            continue
-        curve = [statistics.fmean(values) for values in zip(*(run.curve for run, _ in pairs), strict=True)]
-        base = [statistics.fmean(values) for values in zip(*(other.curve for _, other in pairs), strict=True)]
-        steps = pairs[0][0].settings["steps"]
+        known = {seed: record for (of, optimizer, seed), record in records.items() if (of, optimizer) == (task, name)}
+        known = {seed: record for seed, record in known.items() if (task, REFERENCE, seed) in records}
+        if known:
+            runs[name] = known
+    common = sorted(set.intersection(*map(set, runs.values()))) if runs else []
+    found = {}
+    for name, known in runs.items():
+        curve = _mean([known[seed] for seed in common or known])
+        base = _mean([records[task, REFERENCE, seed] for seed in known])
+        steps = next(iter(known.values())).settings["steps"]
         places = [(k + 0.5) * steps / len(curve) for k in range(len(curve))]
-        found[name] = (places, curve, [a - b for a, b in zip(curve, base, strict=True)])
-    return found
+        found[name] = (places, curve, [a - b for a, b in zip(_mean(list(known.values())), base, strict=True)])
+    return found, len(common)
+
+
+def _mean(records: Sequence[Record]) -> list[float]:
+    """The mean training curve."""
+    return [statistics.fmean(values) for values in zip(*(record.curve for record in records), strict=True)]

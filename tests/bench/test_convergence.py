@@ -404,6 +404,17 @@ def test_the_picture_has_a_row_for_each_task() -> None:
     assert len(figure({}).axes) == 2
 
 
+def test_curves_beside_each_other_are_of_the_same_seeds() -> None:
+    """A seed that one optimizer lacks is in no curve; a difference is of pairs, and has all that there are."""
+    runs = [record("fp32", seed, [9.0, 1.0], curve=(3.0 + seed, 2.0 + seed)) for seed in (0, 1, 2)]
+    runs += [record("log", seed, [9.0, 1.0], curve=(3.5 + seed, 2.25 + seed)) for seed in (0, 1, 2)]
+    runs += [record("joint", seed, [9.0, 1.0], curve=(3.0 + 2 * seed, 2.0 + seed)) for seed in (0, 1)]
+    left, right = figure(by_key(*runs)).axes
+    assert left.get_title(loc="left") == "gpt/adamw: training loss, mean of 2 seeds"
+    assert [list(line.get_ydata()) for line in left.lines] == [[3.5, 2.5], [4.0, 2.75], [4.0, 2.5]]
+    assert [list(line.get_ydata()) for line in right.lines] == [[0.5, 0.25], [0.5, 0.0], [0, 0]]
+
+
 # ---------------------------------------------------------------------- what is asked for
 
 
