@@ -19,6 +19,9 @@ from . import sharded
 from .health import send
 from .work import INDEX, NUMEL, START, PageWork, StepPlan
 
+AT_ONCE = 1 << 12
+"""Groups that are looked at together: what that takes for a moment, some 50 bytes for each of their elements, is below 7 MiB."""
+
 
 def check(param: Tensor, group: Mapping[str, Any], rule: UpdateRule, gradient_release: bool) -> None:
     """Refuse a parameter whose states a codec with tables cannot learn from.
@@ -112,7 +115,9 @@ class Learning:
 
         def looking() -> None:
             launch()
-            codec.observe(planes, sent[0], sent[1], look.tables, look.seen)
+            for begin in range(0, sent.shape[1], AT_ONCE):
+                at, owners = sent[:, begin : begin + AT_ONCE]
+                codec.observe(planes, at, owners, look.tables, look.seen)
 
         return looking
 

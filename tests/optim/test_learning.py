@@ -102,6 +102,32 @@ def test_groups_may_learn_at_intervals_of_their_own() -> None:
     assert seen == [[1, 2, 3, 4, 6, 8, 9], [1, 2, 4, 7, 8]]
 
 
+def test_groups_are_looked_at_a_few_at_a_time_and_counted_once(monkeypatch: pytest.MonkeyPatch, as_bits) -> None:
+    """Also of a parameter of more groups than are looked at, whatever its pages."""
+    looked: list[int] = []
+    observe = learned.LearnedCodec.observe
+
+    def counting(self: Any, planes: Any, at: Tensor, *rest: Any) -> None:
+        assert len(at) <= learning.AT_ONCE
+        looked.append(len(at))
+        observe(self, planes, at, *rest)
+
+    monkeypatch.setattr(learned.LearnedCodec, "observe", counting)
+    results = []
+    for at_once, page in ((1 << 12, "32MiB"), (7, 4096)):
+        monkeypatch.setattr(learning, "AT_ONCE", at_once)
+        params = [nn.Parameter(torch.ones(300, 45)), nn.Parameter(torch.ones(70))]
+        optimizer = optimizer_of(params, paged=True, page_bytes=page)
+        for step in range(1, 4):
+            looked.clear()
+            give_gradients(params, 4 * step)
+            optimizer.step()
+            # 422 groups, each third of them, and the 3 of the other
+            assert sum(looked) == (141 + 3 if step in (1, 2) else 0)
+        results.append(as_bits(optimizer.state_dict()))
+    assert results[0] == results[1]
+
+
 def test_codecs_without_tables_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned, "due", None)
     monkeypatch.setattr(learning, "_tables", None)
