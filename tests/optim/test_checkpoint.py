@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from flashoptim_hf.errors import CheckpointError
+from flashoptim_hf.optim.sgd import FlashSGD
 
 
 def model(dtype: torch.dtype = torch.bfloat16, width: int = 40) -> nn.Module:
@@ -362,3 +364,16 @@ def test_dcp_on_one_process(opt, tmp_path, as_bits):
     train(net, optimizer, [9])
     train(fresh_net, fresh, [9])
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), fresh_net.parameters(), strict=True))
+
+
+def test_a_momentum_that_was_changed_is_in_what_is_saved(as_bits):
+    """Before the next step: the file has what its group says that it has."""
+    net, optimizer = trained(FlashSGD, 2)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    other_net = copy.deepcopy(net)
+    other = FlashSGD(other_net.parameters(), momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    for one, mine in ((net, optimizer), (other_net, other)):
+        train(one, mine, [7, 8])
+    assert as_bits(other.state_dict()["state"]) == as_bits(optimizer.state_dict()["state"])
+    assert as_bits(dict(other_net.state_dict())) == as_bits(dict(net.state_dict()))
