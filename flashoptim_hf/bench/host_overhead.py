@@ -12,7 +12,8 @@ Before each step, untimed, every parameter gets a new gradient, as in the usual 
 lora420                   Ours as it is by default; flashoptim as it is by default. Gradients are other tensors than in the last step, and
                           Python has gone through them before, as clipping (the Trainer's default) does.
 lora420/fresh_gradients   The same straight behind a backward pass: Python has not seen these gradients, whoever asks for one first pays for
-                          having it wrapped, and the caches of the core are full of something else.
+                          having it wrapped, and the caches of the core are full of something else. `wrapping` is `[p.grad for p in params]`
+                          there and nothing else: no optimizer in Python takes less.
 lora420/kept_gradients    The same with the gradients of the step before, as with `zero_grad(set_to_none=False)`.
 lora420/nonfinite=off     Ours without the look for NaN and infinity.
 lora420/null_kernel       Ours with an update kernel that does nothing at all: the difference to `lora420` is its tables.
@@ -299,6 +300,12 @@ def flashoptim(layers: int, *, with_triton: bool = False, gradients: str = "new"
     return Subject(optimizer.step, params, launches, patches, gradients=gradients)
 
 
+def wrapping(layers: int) -> Subject:
+    """Nothing but asking for every gradient straight behind a backward pass, which has Python make an object for each."""
+    params = lora_parameters(layers)
+    return Subject(lambda: [param.grad for param in params], params, Launches(looks=Launches()), list, gradients="fresh")
+
+
 def measure(rounds: int, inner: int, layers: int) -> tuple[Report, list[str]]:
     """Time everything; the report, and the peers that are missing."""
     report = Report("host-overhead", cpu_name())
@@ -314,6 +321,7 @@ def measure(rounds: int, inner: int, layers: int) -> tuple[Report, list[str]]:
         (f"{base}/cpu_check", "ours"): ours(layers, cpu_check=True),
         (f"{base}/triton", "ours"): ours(layers, with_triton=True),
     }
+    subjects[f"{base}/fresh_gradients", "wrapping"] = wrapping(layers)
     present, missing = available(["flashoptim"])
     if present:
         subjects[base, "flashoptim"] = flashoptim(layers)

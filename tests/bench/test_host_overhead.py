@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashoptim_hf.bench import adamw_peers, host_overhead
-from flashoptim_hf.bench.host_overhead import LINEARS, flashoptim, lora_parameters, measure, ours
+from flashoptim_hf.bench.host_overhead import LINEARS, flashoptim, lora_parameters, measure, ours, wrapping
 from flashoptim_hf.kernels import fused, look, select
 from flashoptim_hf.optim import finite, layout
 
@@ -87,6 +87,14 @@ def test_gradients_are_what_their_name_says(gradients: str) -> None:
     assert torch.equal(subject.params[0].grad, subject._next[0])
 
 
+def test_what_wraps_gradients_launches_nothing() -> None:
+    subject = wrapping(1)
+    with subject.around():
+        subject.renew()
+        assert [id(grad) for grad in subject.step()] == [id(param.grad) for param in subject.params]
+    assert (subject.launches.count, subject.launches.looks.count) == (0, 0)
+
+
 def test_new_gradients_do_not_cost_the_plan() -> None:
     for gradients in ("new", "fresh", "kept"):
         subject = ours(1, gradients=gradients)
@@ -147,4 +155,4 @@ def test_without_the_peer_it_is_named(monkeypatch):
     monkeypatch.setattr(adamw_peers, "installed", lambda name: name != "flashoptim")
     report, missing = measure(1, 1, 1)
     assert missing == ["flashoptim"]
-    assert {row.subject for row in report.rows} == {"ours", "machine"}
+    assert {row.subject for row in report.rows} == {"ours", "machine", "wrapping"}

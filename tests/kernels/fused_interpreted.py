@@ -375,6 +375,20 @@ def test_only_what_lies_on_16_bytes_takes_the_wide_path() -> None:
     assert tables.scratch.numel() == 2 * fused.TILE * (4 + 4)
 
 
+def test_tables_of_the_same_segments_lie_apart_and_know_where() -> None:
+    """What they have in common is kept; where they are is not."""
+    start = page((512, 1024), warm=0)
+    segments = Segments.of(start.segments)
+    made = [fused._Tables(segments) for _ in range(3)]
+    assert len({tables.rows.data_ptr() for tables in made}) == 3
+    for tables in (*made, fused._Tables(segments)):
+        rows = tables.rows.view(2, fused.ROW)
+        width = segments.hyper.shape[1]
+        assert rows[:, 6].tolist() == [tables.hyper.data_ptr() + 4 * width * i for i in range(2)]
+        assert tables.hyper.tolist()[: 2 * width] == segments.hyper.reshape(-1).tolist()
+        assert rows[:, :6].tolist() == segments.rows[:, :6].tolist()
+
+
 def test_unaligned_segments_are_updated_all_the_same() -> None:
     """Gradients are often views into buckets: one element off a 16-byte boundary, they go through scratch memory."""
     start = page((512 + 65, 1024), dtype=FP32, bits=0)

@@ -270,6 +270,38 @@ def test_what_is_usual_makes_no_new_plan(event: str) -> None:
         assert world.opt._roster is roster
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_a_launch_was_given_stays_what_it_was(strided: bool) -> None:
+    """It may run later: on a device, or behind the next gradient."""
+    params = [nn.Parameter(torch.ones(8, 8).t() if strided else torch.ones(8, 8)) for _ in range(3)]
+    opt = FlashAdamW(params)
+
+    def begun() -> Any:
+        for p in params:
+            p.grad = torch.ones(8, 8)
+        opt._plan.begin(Gradients(opt.param_groups), opt.param_groups, opt.rule)
+        return opt._plan.segments(next(iter(opt._plan.pages.values()))[0])
+
+    for p in params:
+        p.grad = torch.ones(8, 8)
+    opt.step()
+    first = begun()
+    given = list(first.params), list(first.grads), first.rows.copy(), first.hyper.copy()
+    second = begun()
+    opt._plan.finish()
+    assert all(now is then for now, then in zip(first.params + first.grads, given[0] + given[1], strict=True))
+    assert (first.rows == given[2]).all()
+    assert (first.hyper == given[3]).all()
+    assert strided == (second.params[0] is not first.params[0])
+    # one by one
+    opt._plan.flat.expect()
+    for i, p in enumerate(params):
+        opt._plan.flat.take_one(i, p.grad)
+    third = opt._plan.segments(next(iter(opt._plan.pages.values()))[0])
+    opt._plan.flat.let_go(0)
+    assert third.grads[0].numel() == 64
+
+
 def test_sharded_parameters_keep_their_plan() -> None:
     """Their gradients are DTensors, of which the local parts are compared."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
