@@ -73,7 +73,7 @@ class Race:
 
     def recover(self) -> None:
         """A step that failed in the middle leaves pages in use until the next call."""
-        if self.world.engine._failed:
+        if self.world.engine._failures.seen:
             self.world.engine._recover()
 
     # ------------------------------------------------------------------ operations
