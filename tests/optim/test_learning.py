@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from flashoptim_hf.codecs import learned
+from flashoptim_hf.codecs.base import get_codec
 from flashoptim_hf.errors import CheckpointError, ConfigurationError, UnsupportedError
 from flashoptim_hf.optim import convert, finite, layout, learning, statistics
-from flashoptim_hf.optim.adamw import FlashAdamW
+from flashoptim_hf.optim.adamw import RULE, FlashAdamW
 from flashoptim_hf.optim.lion import FlashLion
 from flashoptim_hf.optim.sgd import FlashSGD
 
@@ -126,6 +127,28 @@ def test_groups_are_looked_at_a_few_at_a_time_and_counted_once(monkeypatch: pyte
             assert sum(looked) == (141 + 3 if step in (1, 2) else 0)
         results.append(as_bits(optimizer.state_dict()))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("dither", [True, False])
+@pytest.mark.parametrize("shape", [(300, 45), (8192,), (8191,), (70,), (1,)])
+def test_the_optimizer_learns_what_the_codec_does_alone(shape: tuple[int, ...], dither: bool) -> None:
+    """A loop over one parameter, by hand: decode, the rule, encode, `advance`."""
+    param = nn.Parameter(torch.zeros(shape))
+    optimizer = optimizer_of([param], kernel="eager", weight_decay=0.0, dither=dither, page_bytes=4096, paged=True)
+    codec = get_codec("learned", RULE.states, dither)
+    parts = [torch.zeros(part.entries(param.numel()), dtype=part.dtype) for part in codec.parts]
+    weight = torch.zeros(param.numel())
+    for step in range(1, 10):
+        give_gradients([param], 4 * step)
+        optimizer.step()
+        hyper = tuple(torch.tensor((1e-3, *RULE.scalars(optimizer.param_groups[0], step))).tolist())
+        states, weight = RULE.eager(codec.decode(parts, param.numel()), weight, param.grad.view(-1), hyper)
+        lost = codec.encode(states, parts, step=step)
+        weight = RULE.settle(states, lost, weight, hyper, step)
+        codec.advance(parts, step)
+        for part, value in zip(codec.parts, parts, strict=True):
+            assert torch.equal(optimizer.state[param][part.name].view(-1), value), (step, part.name)
+        assert torch.equal(param.detach().view(-1), weight)
 
 
 def test_codecs_without_tables_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
