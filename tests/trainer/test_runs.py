@@ -93,7 +93,7 @@ def test_another_seed_is_another_run(make_trainer: Any) -> None:
     assert runs[0]["losses"] != runs[1]["losses"]
 
 
-@pytest.mark.parametrize("optim_args", [None, "page_bytes=3KiB,simulate=5"])
+@pytest.mark.parametrize("optim_args", [None, "page_bytes=3KiB,simulate=5", "codec=learned,learn_interval=5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resumed_equals_uninterrupted(make_trainer: Any, tmp_path: Path, dtype: torch.dtype, optim_args: str | None) -> None:
     def trainer(folder: str, **options: Any) -> Any:
