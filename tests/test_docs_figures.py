@@ -59,6 +59,21 @@ def test_errors_and_bytes_in_the_readme(subject: str) -> None:
     assert all(agrees(*pair) for pair in zip(shown, measured, strict=True)), (shown, measured)
 
 
+def test_errors_of_joint_and_learned() -> None:
+    found, tables = results("fidelity"), read(ROOT / "docs/codecs.md").tables
+    real = list(dict.fromkeys(case for case, _, _ in found if case.startswith(("full/", "lora/"))))
+    metrics = {"mean": "update_error_mean", "worst": "update_error_worst", "largest step": "worst_step"}
+    for subjects in (("joint", "log"), ("learned", "joint", "log")):
+        shown = [cells for cells in tables if len(cells) == 1 + len(subjects)]
+        for begins, case, metric in [
+            *((name, name, "update_error") for name in real),
+            *((name, "all", metric) for name, metric in metrics.items()),
+        ]:
+            rows = [cells for cells in shown if cells[0].startswith(begins)]
+            wanted = [found[case, subject, metric] for subject in subjects]
+            assert any(all(agrees(number(cell), v) for cell, v in zip(cells[1:], wanted, strict=True)) for cells in rows), (begins, wanted)
+
+
 @pytest.mark.parametrize("subject", ["log", *SUBJECTS])
 def test_errors_in_the_comparison(subject: str) -> None:
     page = "docs/comparison.md"
@@ -169,7 +184,7 @@ def test_peaks_of_checkpoints(begins: str, case: str) -> None:
     assert agrees(number(cells[2]), found[case, "ours", "save_peak_per_file"])
 
 
-@pytest.mark.parametrize("codec", ["log", "joint", "square", "softsign", "none"])
+@pytest.mark.parametrize("codec", ["log", "joint", "learned", "square", "softsign", "none"])
 def test_bytes_in_the_options(codec: str) -> None:
     cells = next(cells for cells in read(ROOT / "docs/options.md").tables if cells[1].startswith(f"`{codec}`"))
     rule = LION if codec == "square" else ADAMW
