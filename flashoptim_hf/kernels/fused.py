@@ -321,15 +321,18 @@ class _Dealt:
         self.wide: int | np.ndarray = TILE
         if whether_narrow is not None:
             self.wide = np.where(np.frombuffer(whether_narrow, dtype=bool), NEVER, TILE)
-        self._rates, self._base = np.arange(count) * (4 * width) + 8 * self.sizes[0], 0
+        # one tuple, which is replaced as a whole: another thread's step may be under way
+        self._rates = np.arange(count) * (4 * width) + 8 * self.sizes[0], 0
         self.tail = np.zeros(self.sizes[2], dtype=np.int64)
         self.tail.view(np.int32)[: blocks.size] = blocks.reshape(-1)
 
     def rates_of(self, base: int) -> np.ndarray:
         """The address of each row's learning rate in tables that begin at `base`: often the same memory as the step before."""
-        if base != self._base:
-            self._rates, self._base = self._rates + (base - self._base), base
-        return self._rates
+        rates, before = self._rates
+        if base != before:
+            rates = rates + (base - before)
+            self._rates = rates, base
+        return rates
 
 
 _deal = lru_cache(maxsize=1024)(_Dealt)

@@ -37,9 +37,12 @@ def untraced(step: Callable[..., Any]) -> Callable[..., Any]:
 def hooked(func: Callable[P, R]) -> Callable[P, R]:
     """`Optimizer.profile_hook_step`, which torch puts around a step (`func`): hooks and a range for profilers, where there are any."""
     full = Optimizer.profile_hook_step(func)
+    disabled = torch._disable_dynamo(full)
 
     @wraps(func)
     def outer(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return disabled(*args, **kwargs)  # one break in the graph, and not another one at each question below
         self: Any = args[0]
         asked_for = (
             self._optimizer_step_pre_hooks

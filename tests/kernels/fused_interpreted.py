@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -387,6 +388,27 @@ def test_tables_of_the_same_segments_lie_apart_and_know_where() -> None:
         assert rows[:, 6].tolist() == [tables.hyper.data_ptr() + 4 * width * i for i in range(2)]
         assert tables.hyper.tolist()[: 2 * width] == segments.hyper.reshape(-1).tolist()
         assert rows[:, :6].tolist() == segments.rows[:, :6].tolist()
+
+
+def test_tables_are_right_whenever_another_thread_makes_its_own() -> None:
+    dealt = fused._Dealt(np.array([512, 1024]).tobytes(), None, 5)
+    wanted, code = dealt.rates_of(1 << 20).tolist(), fused._Dealt.rates_of.__code__
+    dealt.rates_of(1 << 30)
+
+    def between(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is code:
+            frame.f_trace_opcodes = True
+            if event == "opcode":  # before each of them: what a thread would do that gets its turn here
+                dealt.rates_of(1 << 40)
+        return between
+
+    tracer = sys.gettrace()
+    sys.settrace(between)
+    try:
+        found = dealt.rates_of(1 << 20).tolist()
+    finally:
+        sys.settrace(tracer)
+    assert found == wanted == dealt.rates_of(1 << 20).tolist()
 
 
 def test_unaligned_segments_are_updated_all_the_same() -> None:

@@ -486,6 +486,30 @@ def test_compiled_step_does_not_recompile(set_gradients):
     assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) <= 1
 
 
+def test_a_compiled_function_runs_the_whole_step_untraced(set_gradients):
+    torch._dynamo.reset()
+    w, calls = parameter(5), []
+    optimizer = FlashAdamW([w], kernel="eager")
+    set_gradients([w], 0)
+    optimizer.step()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    optimizer.register_step_post_hook(lambda *_: calls.append(torch.compiler.is_dynamo_compiling()))
+
+    @torch.compile(backend="eager")
+    def trained(x):
+        y = x * 2
+        optimizer.step()
+        return y + 1
+
+    for i in range(3):
+        set_gradients([w], i)
+        assert trained(torch.ones(2)).tolist() == [3, 3]
+    assert int(optimizer.state[w]["step"]) == 4
+    assert calls == [False] * 3
+    assert len(counters["graph_break"]) == 1, "for one reason: a step is not traced"
+
+
 def test_state_can_be_saved_by_torch_save(opt, set_gradients):
     w = parameter(10)
     optimizer = opt([w])
