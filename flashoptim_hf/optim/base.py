@@ -346,28 +346,29 @@ class FlashOptimizer(Optimizer):
         plan.begin(gradients, self.param_groups, self.rule)
         self._auto.before(plan, self.param_groups, self._layout)
         self._health.begin(plan, self._layout)
-        self._learning.begin(plan, self.param_groups)
-        for device, entries in plan.pages.items():
-            kernel, engine = select.kernel_for(device, self.defaults["kernel"]), self._layout.engine(device)
-            works = {id(work.page): work for work in entries}
-            options = {"inv_scale": self._inv_scale(device), "skip": flags.get(device)}
+        with self._learning.begin(plan, self.param_groups, self._layout, flags):
+            for device, entries in plan.pages.items():
+                kernel, engine = select.kernel_for(device, self.defaults["kernel"]), self._layout.engine(device)
+                works = {id(work.page): work for work in entries}
+                options = {"inv_scale": self._inv_scale(device), "skip": flags.get(device)}
 
-            def prepare(
-                page: Page,
-                planes: tuple[Tensor, ...],
-                kernel: select.Kernel = kernel,
-                engine: Engine = engine,
-                works: dict[int, Any] = works,
-                options: dict[str, Any] = options,
-            ) -> Callable[[], None]:
-                work = works[id(page)]
-                segments = plan.segments(work)
-                launch = self._learning.around(partial(kernel, planes, segments, work.pool.fmt, **options), work, planes, engine.backend)
-                return self._health.around(launch, work, planes, segments, engine.backend, **options)
+                def prepare(
+                    page: Page,
+                    planes: tuple[Tensor, ...],
+                    kernel: select.Kernel = kernel,
+                    engine: Engine = engine,
+                    works: dict[int, Any] = works,
+                    options: dict[str, Any] = options,
+                ) -> Callable[[], None]:
+                    work = works[id(page)]
+                    segments = plan.segments(work)
+                    launch = self._learning.around(
+                        partial(kernel, planes, segments, work.pool.fmt, **options), work, planes, engine.backend
+                    )
+                    return self._health.around(launch, work, planes, segments, engine.backend, **options)
 
-            engine.run([work.page for work in entries], prepare)
-        plan.finish()
-        self._learning.end(plan, flags)
+                engine.run([work.page for work in entries], prepare)
+            plan.finish()
         self._health.end(self._layout)
         self._guard.defer(flags, plan, self._layout)
         self._conclude(plan)

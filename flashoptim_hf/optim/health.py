@@ -273,7 +273,7 @@ class _Sample:
         return torch.cat(parts).view(self._there.shape)
 
 
-def send(rows: Sequence[Sequence[float]] | np.ndarray, backend: Backend, dtype: torch.dtype = torch.int64) -> Tensor:
+def send(rows: Sequence[Sequence[float]] | Sequence[int] | np.ndarray, backend: Backend, dtype: torch.dtype = torch.int64) -> Tensor:
     """A small table on the backend's device, without waiting."""
     table = torch.tensor(rows, dtype=dtype, device="cpu")
     if backend.device.type == "cpu":
