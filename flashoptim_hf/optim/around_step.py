@@ -35,7 +35,11 @@ def untraced(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hooked(func: Callable[P, R]) -> Callable[P, R]:
-    """`Optimizer.profile_hook_step`, which torch puts around a step (`func`): hooks and a range for profilers, where there are any."""
+    """`Optimizer.profile_hook_step`, which torch puts around a step (`func`): hooks and a range for profilers, where there are any.
+
+    Asked when the step begins: a hook that its closure adds counts from the next step on. An `ExecutionTraceObserver` without a profiler
+    beside it sees no range: torch does not say that it is there.
+    """
     full = Optimizer.profile_hook_step(func)
     disabled = torch._disable_dynamo(full)
 

@@ -39,7 +39,7 @@ def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 class Likeness:
-    """What some tensors are: type, dtype, device, shape and strides; and whether others are the same, one by one.
+    """What some tensors are: type, dtype, device, shape, strides, negated or not; and whether others are the same, one by one.
 
     `torch.compile` asks this of its inputs at every call, and torch has one function in C for all of them together. It is not public: where
     it is missing (it may be from some torch version on), or says no for a reason of its own, the attributes decide.
@@ -55,7 +55,7 @@ class Likeness:
 
     @staticmethod
     def _look_at(tensors: Sequence[Tensor]) -> list[list[Any]]:
-        looks: list[Callable[[Tensor], Any]] = [type, *map(attrgetter, ("dtype", "device", "shape", "layout")), _stride]
+        looks: list[Callable[[Tensor], Any]] = [type, *map(attrgetter, ("dtype", "device", "shape", "layout")), _stride, Tensor.is_neg]
         return [list(map(look, tensors)) for look in looks]
 
     def surely_holds(self, tensors: Sequence[Any]) -> bool:
@@ -116,8 +116,9 @@ class Spans:
             _refuse_sparse(grads)
             raise
         dtypes = set(map(_dtype_of, grads))
-        if not (dtypes <= _READABLE and all(map(Tensor.is_contiguous, grads))):
-            grads = [(grad if grad.dtype in _READABLE else grad.float()).contiguous() for grad in grads]
+        # a view that torch negates when it reads it, as of a conjugate's imaginary part, has the address of what it is not
+        if not (dtypes <= _READABLE and all(map(Tensor.is_contiguous, grads))) or any(map(Tensor.is_neg, grads)):
+            grads = [(grad if grad.dtype in _READABLE else grad.float()).resolve_neg().contiguous() for grad in grads]
             addresses = addresses_of(grads)
             dtypes = set(map(_dtype_of, grads))
         self.grads, self.addresses = grads, addresses

@@ -144,7 +144,7 @@ class _Flat:
         if i in self.strided:
             self.params[i] = self.sources[i].contiguous()
             self.addresses[i] = self.params[i].data_ptr()
-        grad = grad.detach() if grad.dtype in DTYPE_CODE else grad.detach().float()
+        grad = grad.detach().resolve_neg() if grad.dtype in DTYPE_CODE else grad.detach().float()
         grad = self.grads[i] = grad if grad.is_contiguous() else grad.contiguous()
         assert not isinstance(self.grad_types, int), "`expect` comes first"
         self.grad_addresses[i], self.grad_types[i] = grad.data_ptr(), DTYPE_CODE[grad.dtype]

@@ -411,3 +411,20 @@ def test_frozen_parameters_only_are_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"gradient_release": True}], ids=["compiled", "eager", "released"])
+def test_what_torch_negates_when_it_is_read_is_negated(options: dict[str, Any], as_bits: Callable) -> None:
+    """Also where it comes after gradients of the same kind that are not."""
+    results = []
+    for negate in (torch._neg_view, torch.neg):
+        params = [nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(1))]
+        optimizer = FlashAdamW(params, lr=1e-2, **options)
+        for step in range(1, 6):
+            for param in params:
+                value = torch.full_like(param, float(step))
+                param.grad = value if step in (1, 4) else negate(value)
+            optimizer.step()
+        results.append(as_bits([param.detach() for param in params]))
+    assert results[0] == results[1]
+    assert not Likeness([torch.ones(3)]).holds([torch._neg_view(torch.ones(3))])
