@@ -155,14 +155,18 @@ def of_ddp_ranks_one_may_be_without_it(folder: Path) -> None:
         assert weights(trainer) == weights(without)
 
 
-def of_ddp_ranks_the_one_that_logs_says_what_was_skipped(folder: Path) -> None:
-    trainer, said = trained(folder, [Spoil(), HealthCallback(every=6)])
+def assert_one_says_what_was_skipped(trainer: Any, said: list[str]) -> None:
+    """The first rank alone, and the share that was skipped is the same on both."""
     one, two = of_both(said)
     assert [re.match(r"3 of the last \d steps were skipped", line) is not None for line in one] == [True], one
     assert two == []
     shares = of_both([found["optim_health_skipped"] for found in numbers(trainer).values()])
     assert shares[0] == shares[1]
     assert max(shares[0]) >= 0.4
+
+
+def of_ddp_ranks_the_one_that_logs_says_what_was_skipped(folder: Path) -> None:
+    assert_one_says_what_was_skipped(*trained(folder, [Spoil(), HealthCallback(every=6)]))
 
 
 def fsdp2_ranks_have_the_numbers_of_their_parts(folder: Path) -> None:
@@ -195,13 +199,7 @@ def an_fsdp2_rank_may_hold_nothing(folder: Path) -> None:
 
 
 def fsdp2_ranks_skip_together_and_one_says_so(folder: Path) -> None:
-    trainer, said = trained(folder, [*on_rank(0, Spoil()), HealthCallback(every=6)], sharded=True)
-    one, two = of_both(said)
-    assert [re.match(r"3 of the last \d steps were skipped", line) is not None for line in one] == [True], one
-    assert two == []
-    shares = of_both([found["optim_health_skipped"] for found in numbers(trainer).values()])
-    assert shares[0] == shares[1]
-    assert max(shares[0]) >= 0.4
+    assert_one_says_what_was_skipped(*trained(folder, [*on_rank(0, Spoil()), HealthCallback(every=6)], sharded=True))
 
 
 CHECKS: Sequence[Callable[[Path], None]] = (

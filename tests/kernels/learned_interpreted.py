@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,11 +27,11 @@ from flashoptim_hf.codecs.learned import (
     places,
     straight,
 )
-from flashoptim_hf.kernels import eager, fused
+from flashoptim_hf.kernels import eager
 from flashoptim_hf.kernels.rule import Format, Segment
 from flashoptim_hf.optim.adamw import RULE
-from tests.kernels.fused_interpreted import BF16, FP16, FP32, Page, assert_untouched, both, hyper, page
-from tests.kernels.joint_interpreted import words
+from tests.kernels.fused_interpreted import BF16, FP16, FP32, Page, assert_split_is_whole, assert_untouched, both, hyper, page
+from tests.kernels.joint_interpreted import assert_same_codes, words
 
 SIZES = (1, 33, 511, 512, 2048, 3 * 512 + 17)
 
@@ -102,22 +101,8 @@ def states(p: Page, s: Segment) -> tuple[Tensor, ...]:
 
 
 def assert_same_states(fast: Page, slow: Page) -> None:
-    """Constants of all groups but a few are equal, and there the codes are to one step, nearly all of them to none."""
-    same = torch.ones(len(fast.planes[2]), dtype=torch.bool)
-    for a, b in zip(fast.planes[2:5], slow.planes[2:5], strict=True):
-        same &= a.view(torch.uint8).view(len(a), -1).eq(b.view(torch.uint8).view(len(b), -1)).all(1)
-    assert same.float().mean() > 0.97
-    n = lattice(fast.planes[3].float())[0].int().repeat_interleave(32)
-    chosen = same.repeat_interleave(32)
-    a, b, span = words(fast)[chosen], words(slow)[chosen], (2 * n + 1)[chosen]
-    assert ((a == 0) == (b == 0)).all()
-    code = a // span - b // span
-    assert code.abs().max() <= 1
-    assert (code != 0).float().mean() < 2e-3
-    ucode = (a % span - b % span)[code == 0]
-    assert ucode.abs().max() <= 1
-    assert (ucode != 0).float().mean() < 5e-3
-    # elsewhere, and where a code differs, each is within its bound of the same moments: two codes are at most 4 steps apart
+    """The codes are, and where one differs, or a constant does, each is within its bound of the same moments: at most 4 steps apart."""
+    assert_same_codes(fast, slow)
     for s, s_ in zip(fast.segments, slow.segments, strict=True):
         (m, v), (m_, v_) = states(fast, s), states(slow, s_)
         known = v > 0
@@ -238,16 +223,7 @@ def test_groups_with_large_momenta_equal_eager() -> None:
 
 @pytest.mark.parametrize("cut", [64, 512, 512 + 64])
 def test_a_parameter_split_over_pages_is_the_whole_bit_for_bit(cut: int) -> None:
-    whole = taught((1024 + 17,))
-    start = whole.clone()
-    (s,) = start.segments
-    head = replace(s, param=s.param[:cut], grad=s.grad[:cut])
-    tail = replace(s, param=s.param[cut:], grad=s.grad[cut:], start=s.start + cut, index=s.index + cut)
-    fused.update_page(whole.planes, whole.segments, whole.fmt)
-    fused.update_page(start.planes, [tail], start.fmt)
-    fused.update_page(start.planes, [head], start.fmt)
-    for a, b in zip(whole.planes + whole.params, start.planes + start.params, strict=True):
-        assert torch.equal(a, b)
+    assert_split_is_whole(taught((1024 + 17,)), cut)
 
 
 def test_what_is_learned_is_the_same_after_both() -> None:
