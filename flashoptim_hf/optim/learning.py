@@ -168,10 +168,11 @@ class Learning:
         if self._step is None:
             return
         try:
+            plan, layout, skip = self._step
             if kind is None:
-                self._end(*self._step)
+                self._end(plan, skip)
             elif self._parts:
-                self._mend(*self._step)
+                self._mend(plan, layout, skip)
         finally:
             self._looks, self._two, self._parts, self._step = {}, {}, {}, None
 
@@ -210,7 +211,7 @@ class Learning:
 
         return looking
 
-    def _end(self, plan: StepPlan, layout: Layout, skip: Mapping[torch.device, Tensor]) -> None:  # noqa: ARG002
+    def _end(self, plan: StepPlan, skip: Mapping[torch.device, Tensor]) -> None:
         """The step is over. What it encoded is decoded by the curves of the encode from here on; what was seen makes those of the next."""
         for device, two in self._two.items():
             if device in self._looks:
