@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashoptim_hf import FlashAdamW
 from flashoptim_hf.kernels import cpu
+from flashoptim_hf.optim import layout
+from flashoptim_hf.paging.streams import HostBackend
 
 SMALL, LARGE = [576] * 300, [1_000_000] * 3
 PAGE_BYTES = 1 << 20
@@ -67,3 +69,20 @@ def test_what_the_last_test_looks_for_would_be_found() -> None:
     with Allocations() as seen:
         large.detach().float()
     assert seen.largest == LARGE[0] * 4
+
+
+def test_parameters_of_two_devices_have_streams_and_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept by device is made for the device of the tensors, not for the first one."""
+    asked: list[torch.device] = []
+
+    def backend_for(device: torch.device, simulate: int | None) -> Any:  # noqa: ARG001
+        asked.append(device)
+        return HostBackend(device)
+
+    monkeypatch.setattr(layout, "backend_for", backend_for)
+    pools = FlashAdamW(params())._layout
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    engines = [pools.engine(device) for device in (first, second, first)]
+    assert asked == [first, second]
+    assert engines[0] is engines[2] is not engines[1]
+    assert [engine.backend.device for engine in engines] == [first, second, first]
