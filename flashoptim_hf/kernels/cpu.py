@@ -36,12 +36,14 @@ FUNCTIONS = MappingProxyType(
 @cache
 def library(name: str = "_cpu_adamw") -> ctypes.CDLL | None:
     """A compiled library, or None where it was not built."""
-    folder = Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / (name + suffix)
-        if path.exists():
-            return _load(path, name)
-    return None
+    path = where(name)
+    return None if path is None else _load(path, name)
+
+
+def where(name: str) -> Path | None:
+    """The file of a compiled library, or None where it was not built."""
+    places = (Path(__file__).parent / (name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in places if path.exists()), None)
 
 
 def _load(path: Path, name: str) -> ctypes.CDLL:

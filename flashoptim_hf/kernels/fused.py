@@ -201,7 +201,7 @@ def update_page(
 
 def _launch(planes: Sequence[Tensor], segments: Segments, fmt: Format, inv_scale: Tensor | None, skip: Tensor | None) -> None:
     """The one launch site. Gradients have one dtype, and no segment is empty."""
-    param, grad, types = segments.params[0], segments.grads[0], segments.rows[:, 6]
+    param, types = segments.params[0], segments.rows[:, 6]
     if not segments.uniform and (types != types[0]).any():
         found = sorted({str(param.dtype) for param in segments.params})
         raise ConfigurationError(f"a page holds parameters of {', '.join(found)}; keep each dtype in pages of its own.")
@@ -223,7 +223,7 @@ def _launch(planes: Sequence[Tensor], segments: Segments, fmt: Format, inv_scale
             tables.scratch,
             inv_scale,
             skip,
-            **specialize(fmt, param.dtype, grad.dtype),
+            **specialize(fmt, param.dtype, segments.grad_dtype),
         )
 
 
@@ -265,7 +265,7 @@ class _Tables:
     """
 
     def __init__(self, segments: Segments) -> None:
-        param, grad, rows, hyper = segments.params[0], segments.grads[0], segments.rows, segments.hyper
+        param, rows, hyper = segments.params[0], segments.rows, segments.hyper
         where = param.device
         lowest = rows[:, :2].astype(np.uint8)  # the low byte of each address
         whether_narrow = None
@@ -273,7 +273,7 @@ class _Tables:
             whether_narrow = ((lowest & 15) != 0).any(1).tobytes()
         dealt = _deal(rows[:, 3].tobytes(), whether_narrow, hyper.shape[1])
         self.block, self.programs = dealt.block, dealt.programs
-        self.scratch = torch.empty(dealt.slots * TILE * (param.itemsize + grad.itemsize), dtype=torch.uint8, device=where)
+        self.scratch = torch.empty(dealt.slots * TILE * (param.itemsize + segments.grad_dtype.itemsize), dtype=torch.uint8, device=where)
         sizes = dealt.sizes if segments.tables is None else [*dealt.sizes, len(rows)]
         sent, host = room(sum(sizes), where, torch.int64)
 

@@ -79,13 +79,15 @@ LIMIT = 2.0**62
 
 DTYPE_CODE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """How dtypes are written in `Segments.rows`."""
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODE.items()}
 
 
 class Segments:
     """Many segments as columns, so that a step over hundreds of tensors costs a few array operations instead of hundreds of objects.
 
     Attributes:
-        params, grads: contiguous tensors of any shape that hold the segments. They also keep what the addresses point to alive.
+        params, grads: contiguous tensors of any shape that hold the segments. They also keep what the addresses point to alive; gradients
+            that are made when somebody asks for one are kept by their parameters.
         rows: int64 (segments, 8): addresses of param and grad, start, numel, index, step, and the codes of both dtypes.
         hyper: fp32 (segments, len(rule.hyper)); column 0, the learning rate, is not valid where `lr` is set.
         cuts: for each segment, where it begins and ends in its flattened tensors; None where it is all of them.
@@ -137,6 +139,11 @@ class Segments:
         assert len(tables) in (0, len(segments))
         params, grads = [s.param for s in segments], [s.grad for s in segments]
         return cls(params, grads, rows, np.array(hyper, dtype=np.float32), lr, tables=tables or None)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of the first gradient, which need not be asked for."""
+        return _DTYPES[int(self.rows[0, 7])]
 
     def some(self, chosen: np.ndarray) -> Segments:
         """The segments of these numbers, in this order."""

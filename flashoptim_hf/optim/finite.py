@@ -152,7 +152,7 @@ class Guard:
             warnings.warn(self.notice, RuntimeWarning, stacklevel=4)
 
 
-def _probe(tensors: list[Tensor], device: torch.device) -> Tensor:
+def _probe(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """A number below `LIMIT` exactly if the magnitude of every element of every tensor is; 0-dim, on `device`."""
     if device.type == "cpu":
         # sums are many times faster here than norms; a large one may also come from many elements, so then look closely

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, compress, repeat
+from itertools import accumulate, chain, compress, islice, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..kernels.rule import DTYPE_CODE
+from ..kernels.tensors import reader
 from .layout import PLAIN, local
 
 _grad_of, _dtype_of = attrgetter("grad"), attrgetter("dtype")
@@ -38,18 +39,30 @@ def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.fromiter(map(Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))
 
 
-class Likeness:
-    """What some tensors are: type, dtype, device, shape, strides, negated or not; and whether others are the same, one by one.
+def same_run(part: Sequence[Any], whole: Sequence[Any], begin: int) -> bool:
+    """Whether these are the items of `whole` from `begin` on, by identity."""
+    by = reader()
+    if by is not None and type(part) is list and type(whole) is list:
+        return by.same_items(part, whole, begin)
+    return begin + len(part) <= len(whole) and all(map(is_, part, islice(whole, begin, None)))
 
-    `torch.compile` asks this of its inputs at every call, and torch has one function in C for all of them together. It is not public: where
-    it is missing (it may be from some torch version on), or says no for a reason of its own, the attributes decide.
+
+class Likeness:
+    """What some tensors are: class, dtype, device, layout, shape, strides, negated or not; and whether others are the same, one by one.
+
+    Asked at every step, of every parameter and gradient: `kernels.tensors` answers for all of them together. Where it cannot be had, torch
+    has a function for `torch.compile`, which asks this of its inputs at every call. It is not public: where it is missing (it may be from
+    some torch version on), or says no for a reason of its own, the attributes decide.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._facts = self._look_at(tensors)
+        by = reader()
+        self._facts = None if by is None else by.facts(list(tensors))
+        self._attributes = self._look_at(tensors) if self._facts is None else []
+        self._count = len(tensors)
         self._check: Callable[..., bool] | None = None
         guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-        if guards is not None and tensors and all_plain(tensors):
+        if self._facts is None and guards is not None and tensors and all_plain(tensors):
             with suppress(TypeError, RuntimeError):  # of another torch version
                 self._check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
@@ -58,13 +71,21 @@ class Likeness:
         looks: list[Callable[[Tensor], Any]] = [type, *map(attrgetter, ("dtype", "device", "shape", "layout")), _stride, Tensor.is_neg]
         return [list(map(look, tensors)) for look in looks]
 
-    def surely_holds(self, tensors: Sequence[Any]) -> bool:
-        """True: these are all tensors, and what those were. False: unknown."""
-        return len(tensors) == len(self._facts[0]) and self._check is not None and self._check(*tensors)
+    def addresses(self, tensors: list[Any]) -> np.ndarray | None:
+        """int64, the addresses of tensors that are all what those were. None: they are not, or it is unknown."""
+        if self._facts is not None:
+            return self._facts.addresses(tensors)
+        return addresses_of(tensors) if self._check is not None and len(tensors) == self._count and self._check(*tensors) else None
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
+    def addresses_of_gradients(self, params: list[Tensor]) -> np.ndarray | None:
+        """The same of the gradients of tensors, without asking Python for them."""
+        return None if self._facts is None else self._facts.addresses_of_gradients(params)
+
+    def holds(self, tensors: list[Tensor]) -> bool:
         """Whether these are all what those were."""
-        return self.surely_holds(tensors) or (len(tensors) == len(self._facts[0]) and self._look_at(tensors) == self._facts)
+        if self.addresses(tensors) is not None:
+            return True
+        return self._facts is None and len(tensors) == self._count and self._look_at(tensors) == self._attributes
 
 
 def _stride(tensor: Tensor) -> tuple[int, ...] | None:
@@ -86,27 +107,60 @@ class Known:
     device: torch.device
 
 
+class Later(Sequence[Tensor]):
+    """Tensors that are asked for when somebody needs one of them: Python makes an object of each, and takes as long as the rest of a step.
+
+    Args:
+        make: gives them.
+        count: how many there are.
+    """
+
+    def __init__(self, make: Callable[[], list[Tensor]], count: int) -> None:
+        self._make, self._count = make, count
+
+    @cached_property
+    def _made(self) -> list[Tensor]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, at: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(at, slice):
+            return Later(lambda: self._made[at], len(range(*at.indices(self._count))))
+        return self._made[at]
+
+
 class Spans:
     """Gradients as kernels read them, in the order given.
 
     Attributes:
-        grads: local, contiguous, bf16, fp16 or fp32: the gradients themselves where they are so already, else copies.
+        grads: local, contiguous, bf16, fp16 or fp32: the gradients themselves where they are so already, else copies. Those that are known
+            may be made of what autograd has when one is asked for, which is until the step ends.
         addresses: int64, of `grads`.
         codes: of their dtypes, as in `DTYPE_CODE`: one for all, or an array.
 
     Args:
         grads: of any floating dtype and layout in memory; DTensors count as what this process holds of them.
         known: what they are, where that is known already.
+        addresses: and where.
 
     Raises:
         UnsupportedError: a sparse gradient.
     """
 
-    def __init__(self, grads: list[Tensor], known: Known | None = None) -> None:
+    def __init__(self, grads: Sequence[Tensor], known: Known | None = None, addresses: np.ndarray | None = None) -> None:
         self.known = known
         self.codes: int | np.ndarray
+        self.grads: Sequence[Tensor]
         if known is not None:
-            self.grads, self.addresses, self.codes = grads, addresses_of(grads), known.code
+            self.grads, self.addresses, self.codes = grads, addresses_of(grads) if addresses is None else addresses, known.code
             return
         if not all_plain(grads):
             grads = [local(grad) for grad in grads]
@@ -168,6 +222,7 @@ class Roster:
         self.groups = [number for number, group in enumerate(members) for _ in group]
         self.sharded = not all_plain(self.listed)
         self._sizes = list(map(len, members))
+        self._begins = [0, *accumulate(self._sizes)][:-1]
         self._silent = True
 
     def warn_of_frozen(self) -> None:
@@ -183,7 +238,7 @@ class Roster:
 
     def lists(self, members: Sequence[Sequence[Tensor]]) -> bool:
         """Whether the groups still have the same parameters, by identity."""
-        return list(map(len, members)) == self._sizes and all(map(is_, chain.from_iterable(members), self.listed))
+        return list(map(len, members)) == self._sizes and all(map(same_run, members, repeat(self.listed), self._begins))
 
 
 class Gradients(Spans):
@@ -206,9 +261,14 @@ class Gradients(Spans):
         members = [group["params"] for group in param_groups]
         self.roster = roster if roster is not None and roster.lists(members) else Roster(members)
         self.params, self.groups = self.roster.listed, self.roster.groups
+        if known is not None and not self.roster.sharded:
+            addresses = known.like.addresses_of_gradients(self.params)
+            if addresses is not None:  # the usual case
+                super().__init__(Later(lambda: list(map(_grad_of, self.roster.listed)), len(self.params)), known, addresses)
+                return
         grads = list(map(_grad_of, self.params))
-        if known is not None and known.like.surely_holds(grads):  # the usual case
-            super().__init__(grads, known)
+        if known is not None and (addresses := known.like.addresses(grads)) is not None:
+            super().__init__(grads, known, addresses)
             return
         present = list(map(is_not, grads, repeat(None)))
         if not all(present):

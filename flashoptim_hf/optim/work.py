@@ -18,8 +18,9 @@ from torch import Tensor
 from ..codecs.base import ALIGN
 from ..errors import UnsupportedError
 from ..kernels.rule import DTYPE_CODE, Segments
+from ..kernels.tensors import reader
 from ..paging.store import Page
-from .gradients import Gradients, Likeness, Spans, addresses_of
+from .gradients import Gradients, Likeness, Spans, addresses_of, same_run
 from .layout import Layout, Pool, Record, local
 
 PARAM, GRAD, START, NUMEL, INDEX, STEP, PARAM_TYPE, GRAD_TYPE = range(8)
@@ -78,7 +79,7 @@ class PageWork:
             self.tables,
         )
 
-    def _pick(self, tensors: list[Tensor], keeps: bool = False) -> list[Tensor]:
+    def _pick(self, tensors: Sequence[Tensor], keeps: bool = False) -> Sequence[Tensor]:
         """Those of the segments. `keeps`: nobody changes the list, so that it may be handed out where it is all of them."""
         if keeps and isinstance(self.owners, slice) and self.owners.stop - self.owners.start == len(tensors):
             return tensors
@@ -104,15 +105,19 @@ class _Flat:
         self.params = [param.contiguous() for param in self.sources]
         # whether lists of this step's tensors stay what they are: not where gradients come one by one, or weights are copied for each step
         self.keeps = not self.strided
-        self._found, self._like = list(map(Tensor.data_ptr, params)), Likeness(params)
+        self._found, self._like = addresses_of(params).tobytes(), Likeness(params)
         self.addresses = addresses_of(self.params)
         self.itemsizes = np.array([param.itemsize for param in params], dtype=np.int64)
-        self.grads: list[Tensor] = []
+        self.grads: Sequence[Tensor] = []
+        self._one_by_one: list[Tensor] = []
         self.grad_types: int | np.ndarray = 0
 
-    def holds(self, params: Sequence[Tensor]) -> bool:
+    def holds(self, params: list[Tensor]) -> bool:
         """Whether the parameters still lie where they did; one that was converted, moved or resized does not."""
-        return list(map(Tensor.data_ptr, params)) == self._found and self._like.holds(params)
+        found = self._like.addresses(params)
+        if found is None and self._like.holds(params):
+            found = addresses_of(params)
+        return found is not None and found.tobytes() == self._found
 
     def take(self, spans: Spans, positions: list[int] | None) -> None:
         """Read the weights of strided parameters and the addresses of this step's gradients: those in `positions`, or all."""
@@ -130,7 +135,7 @@ class _Flat:
         """Make room for gradients that come one by one."""
         count = len(self.params)
         self.keeps = False
-        self.grads = [torch.empty(0, device="cpu")] * count
+        self.grads = self._one_by_one = [torch.empty(0, device="cpu")] * count
         self.grad_addresses, self.grad_types = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
 
     def take_one(self, i: int, grad: Tensor) -> None:
@@ -145,19 +150,19 @@ class _Flat:
             self.params[i] = self.sources[i].contiguous()
             self.addresses[i] = self.params[i].data_ptr()
         grad = grad.detach().resolve_neg() if grad.dtype in DTYPE_CODE else grad.detach().float()
-        grad = self.grads[i] = grad if grad.is_contiguous() else grad.contiguous()
+        grad = self._one_by_one[i] = grad if grad.is_contiguous() else grad.contiguous()
         assert not isinstance(self.grad_types, int), "`expect` comes first"
         self.grad_addresses[i], self.grad_types[i] = grad.data_ptr(), DTYPE_CODE[grad.dtype]
 
     def let_go(self, i: int) -> None:
         """Forget one parameter's gradient."""
-        self.grads[i] = torch.empty(0, device="cpu")
+        self._one_by_one[i] = torch.empty(0, device="cpu")
 
     def write_back(self) -> None:
         """Copy the new weights of strided parameters to where they belong, and let this step's gradients go."""
         for i in self.strided:
             self.write_back_one(i)
-        self.grads = []
+        self.grads = self._one_by_one = []
 
     def write_back_one(self, i: int) -> None:
         """Copy the new weights of one strided parameter to where they belong."""
@@ -166,7 +171,7 @@ class _Flat:
 
 def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether these are the same tensors in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
+    return len(some) == len(others) and same_run(some, others, 0)
 
 
 def _misfit(grad: Tensor, param: Tensor) -> UnsupportedError:
@@ -181,15 +186,18 @@ class _Entries:
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self._keys, self._values = list(state), list(state.values())
-        self._sizes = list(map(len, self._values))
+        self._sizes = np.fromiter(map(len, self._values), dtype=np.int64, count=len(self._values))
+        self._by = reader() if all(isinstance(part, dict) for part in (state, *self._values)) else None
 
     def stand(self, state: dict[Any, Any]) -> bool:
         """Whether nobody has changed an entry. By identity: tensors are not compared."""
+        if self._by is not None:
+            return self._by.same_entries(state, self._keys, self._values, self._sizes)
         return (
             len(state) == len(self._keys)
             and all(map(is_, state, self._keys))
             and all(map(is_, state.values(), self._values))
-            and list(map(len, self._values)) == self._sizes
+            and list(map(len, self._values)) == self._sizes.tolist()
         )
 
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flashoptim_hf.errors import UnsupportedError
-from flashoptim_hf.kernels import select
+from flashoptim_hf.kernels import cpu, select, tensors
 from flashoptim_hf.kernels.rule import DTYPE_CODE
-from flashoptim_hf.optim import finite, gradients
+from flashoptim_hf.optim import finite, gradients, work
 from flashoptim_hf.optim.adamw import FlashAdamW
 from flashoptim_hf.optim.gradients import Gradients, Likeness, Spans
 
@@ -197,9 +197,16 @@ def spans_of_memory(addresses: np.ndarray, numels: np.ndarray, codes: Any, where
     return torch.tensor(float(found))
 
 
-@pytest.fixture(params=["guards", "attributes"])
+@pytest.fixture(params=["compiled", "guards", "attributes"])
 def likeness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's function for all tensors at once, and without."""
+    """With the compiled reader of tensors, with torch's function for all tensors at once, and without either."""
+    if request.param == "compiled":
+        if cpu.where("_tensors") is None:
+            pytest.skip("no C compiler when the package was installed")
+        assert tensors.reader() is not None
+        return
+    for module in (gradients, work):
+        monkeypatch.setattr(module, "reader", lambda: None)
     if request.param == "attributes":
         monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
 
@@ -361,9 +368,10 @@ def test_likeness() -> None:
 
 
 def test_where_torch_has_no_such_function_attributes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "reader", lambda: None)
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     like = Likeness([torch.ones(3)])
-    assert not like.surely_holds([torch.ones(3)])
+    assert like.addresses([torch.ones(3)]) is None
     assert like.holds([torch.ones(3)])
 
     def other(*tensors: Tensor, **options: Any) -> None:  # noqa: ARG001
