@@ -31,6 +31,7 @@ def test_report_as_text_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = report["paths"]["cpu"]
     assert ("compiled C" in path) == (cpu.library() is not None)
     assert ("adamw with codec='log' or 'joint'" in path) == (cpu.library() is not None)
+    assert report["paths"]["lists of tensors"].startswith("read by compiled C") == (cpu.where("_tensors") is not None)
     gap = float(path.rpartition("by ")[2].partition(" ")[0])
     assert gap < 1e-3
 

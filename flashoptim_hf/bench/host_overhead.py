@@ -13,9 +13,9 @@ turn, untimed too, the C library sorts the memory that the subject before it gav
 
 lora420                   Ours as it is by default; flashoptim as it is by default. Gradients are other tensors than in the last step, and
                           Python has gone through them before, as clipping (the Trainer's default) does.
-lora420/fresh_gradients   The same straight behind a backward pass: Python has not seen these gradients, whoever asks for one first pays for
-                          having it wrapped, and the caches of the core are full of something else. `wrapping` is `[p.grad for p in params]`
-                          there and nothing else: no optimizer in Python takes less.
+lora420/fresh_gradients   The same straight behind a backward pass: Python has not seen these gradients, whoever asks it for one first pays
+                          for having it wrapped, and the caches of the core are full of something else. `wrapping` is
+                          `[p.grad for p in params]` there and nothing else: no optimizer that asks Python takes less.
 lora420/kept_gradients    The same with the gradients of the step before, as with `zero_grad(set_to_none=False)`.
 lora420/nonfinite=off     Ours without the look for NaN and infinity.
 lora420/null_kernel       Ours with an update kernel that does nothing at all: the difference to `lora420` is its tables.

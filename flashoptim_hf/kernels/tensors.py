@@ -65,6 +65,11 @@ class Reader:
         self._same_items.argtypes = [anything, anything, number]
         self._same_entries.argtypes = [anything, anything, anything, pointer]
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether `Facts.addresses_of_gradients` ever answers."""
+        return bool(self._torch.gradient != NOT_READ)
+
     def forget_gradients(self) -> None:
         """Say of all gradients from now on that nobody knows them."""
         self._torch.gradient = NOT_READ

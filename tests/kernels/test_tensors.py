@@ -201,6 +201,8 @@ def test_gradients_that_cannot_be_found_are_asked_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tensors, "_places_of_gradients", lambda _: (tensors.NOT_READ, tensors.NOT_READ))
     found = tensors.reader.__wrapped__()
     assert found is not None
+    assert not found.reads_gradients
+    assert tensors.reader().reads_gradients
     params = leaves(3)
     backward(params)
     grads = [param.grad for param in params if param.grad is not None]
