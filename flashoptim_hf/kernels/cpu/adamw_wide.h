@@ -30,7 +30,7 @@ OP wide_step wide_prepare(const hyper *h, const options *how) {
     /* r sqrt(beta2) is decoded, whose square is what is left of v */
     const float root = h->beta2 > 0 ? __builtin_sqrtf(h->beta2) : 0x1p-80f;
     return (wide_step){wide_hidden(), share, root, h->beta1 / root / share / 127, rest * how->inv_scale, 1 - h->lr * h->weight_decay,
-                       h->lr * h->rate * share, h->eps, !(h->eps > 0)};
+                       h->lr * h->rate * share, h->eps > 0 ? h->eps : 0x1p-126f, !(h->eps > 0)};
 }
 
 /* For log2 of a mantissa as in simd.h, but with 32 centres, so that two terms do: |t| <= 1/65, error 5e-7. */
@@ -80,20 +80,29 @@ OP __m512 wide_table(const wide_tile *t, int k, const int i) {
     return _mm512_mask_mul_ps(y, 0x00FF, y, _mm512_set1_ps(t->eighth[i][k]));
 }
 
-/* Starts to bring the group `g` from memory: the processor's own prefetching ends with each page of 4 KiB, and a tile uses up whole pages. What
- * lies past the end does no harm. To the L1 cache, or with fp32 weights, of which it could not hold that much, to the L2 cache. */
-#define PREFETCH(address) (type == FP32 ? __builtin_prefetch((const void *)(address), 0, 2) : __builtin_prefetch((const void *)(address), 0, 3))
-OP void wide_prefetch_moments(const segment *s, const planes *where, int64_t g, const int type, const int grad_type) {
-    const int64_t at = g * GROUP, element = s->start + at, grad_width = grad_type == FP32 ? 4 : 2;
-    for (int i = 0; i < GROUP * grad_width; i += 64) PREFETCH(s->grad + at * grad_width + i);
-    PREFETCH((intptr_t)where->m + element);
-    PREFETCH((intptr_t)where->v + element);
+/* Starts to bring memory nearer, that of the tile that follows: the processor's own prefetching ends with each page of 4 KiB, and a tile uses up
+ * whole pages. What lies past the end does no harm. To the L1 cache, or with fp32 weights, of which it could not hold that much, to the L2 cache.
+ * A core waits for two dozen lines at a time, and stands still when there are more: so each pass brings something, m the first, v and corrections
+ * the second, weights and gradients the third. */
+OP void wide_prefetch(int64_t address, int bytes, const int type) {
+    for (int i = 0; i < bytes; i += 64) {
+        if (type == FP32) __builtin_prefetch((const void *)(intptr_t)(address + i), 0, 2);
+        else __builtin_prefetch((const void *)(intptr_t)(address + i), 0, 3);
+    }
 }
 
-OP void wide_prefetch_weights(const segment *s, const planes *where, int64_t g, const int type, const int bits) {
-    const int64_t at = g * GROUP, width = type == FP32 ? 4 : 2, correction = (int64_t)(intptr_t)where->correction + (s->start + at) * (bits / 8 - 2);
-    for (int i = 0; i < GROUP * width; i += 64) PREFETCH(s->param + at * width + i);
-    for (int i = 0; i < GROUP * (bits / 8 - 2); i += 64) PREFETCH(correction + i);
+/* v and corrections of the group `g`. */
+OP void wide_prefetch_codes(const segment *s, const planes *where, int64_t g, const int type, const int bits) {
+    const int64_t element = s->start + g * GROUP;
+    wide_prefetch((intptr_t)where->v + element, GROUP, type);
+    if (bits) wide_prefetch((intptr_t)where->correction + element * (bits / 8 - 2), GROUP * (bits / 8 - 2), type);
+}
+
+/* Weights and gradients of the group `g`. */
+OP void wide_prefetch_weights(const segment *s, int64_t g, const int type, const int grad_type) {
+    const int width = GROUP * (type == FP32 ? 4 : 2), grad_width = GROUP * (grad_type == FP32 ? 4 : 2);
+    wide_prefetch(s->param + g * width, width, type);
+    wide_prefetch(s->grad + g * grad_width, grad_width, type);
 }
 
 /* First pass over `count` groups: decode, and update the moments. */
@@ -103,7 +112,7 @@ OP void wide_moments(
     const int grad_width = 32 * (grad_type == FP32 ? 4 : 2);
     const char *grad = (const char *)s->grad + at * grad_width / 32;
     for (int k = 0; k < count; k++) {
-        wide_prefetch_moments(s, where, g + k + TILE, type, grad_type);
+        wide_prefetch((intptr_t)where->m + element + (k + TILE) * GROUP, GROUP, type);
         const uint8_t *v = where->v + element + k * GROUP;
         const int8_t *m_codes = where->m + element + k * GROUP;
         const __m512 upper = wide_table(t, k, 1), lower = wide_table(t, k, 0);
@@ -128,33 +137,7 @@ OP void wide_moments(
     }
 }
 
-/* Second pass: the weights, by halves of groups, which are read one half ahead and written one half behind. `type` and `bits` are constants
- * wherever this is inlined: FP32 without corrections, or BF16. */
-OP void wide_apply(
-    const segment *s, const wide_step *h, const planes *where, int64_t g, int count, const wide_tile *t, const int type, const int bits) {
-    const wide_constants *c = h->integers;
-    const int64_t at = g * GROUP;
-    const int width = 32 * (type == FP32 ? 4 : 2), correction_width = 32 * (bits / 8 - 2);
-    char *param = (char *)s->param + at * width / 32, *correction = (char *)where->correction + (s->start + at) * correction_width / 32;
-    const float *m = t->m[0], *r = t->r[0];
-    two next = wide_load(c, param, correction, type, bits), done = next;
-    for (int half = 0; half < 2 * count; half++) {
-        if (half % 2 == 0) wide_prefetch_weights(s, where, g + half / 2 + TILE, type, bits);
-        const two w = next;
-        const int ahead = half + 1 < 2 * count ? half + 1 : half;
-        next = wide_load(c, param + ahead * width, correction + ahead * correction_width, type, bits);
-        __m512 move[2];
-        #pragma GCC unroll 2
-        for (int q = 0; q < 2; q++) {
-            const __m512 denominator = _mm512_load_ps(r + half * 32 + q * 16) + h->eps;
-            move[q] = _mm512_load_ps(m + half * 32 + q * 16) / denominator;
-            if (h->zero_eps) move[q] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(denominator, _mm512_setzero_ps(), _CMP_NEQ_UQ), move[q]);
-        }
-        if (half > 0) wide_save(c, done, param + (half - 1) * width, correction + (half - 1) * correction_width, type, bits);
-        done = (two){w.a * h->decay - h->size * move[0], w.b * h->decay - h->size * move[1]};
-    }
-    wide_save(c, done, param + (2 * count - 1) * width, correction + (2 * count - 1) * correction_width, type, bits);
-}
+#include "adamw_apply.h"
 
 /* hi and step of every group on their grids (`group_constants` in codecs/log.py), and what encoding needs of them. Returns a bit for
  * each group that has zeros, or whose codes are clamped, so that what decodes may be far from r. */
@@ -230,39 +213,50 @@ OP void wide_largest(const wide_encoder *c, wide_tile *t, int k, const __m512 *u
  * lowest bits. r̂ is r times 2^(step x), x being by how many steps log2 r̂ is too low.
  *
  * Each of these chains of operations keeps one kind of unit busy at a time, even with the four vectors of a group abreast: so that of log2 for
- * the next group is written into the others. With `special`, elements with r = 0 get code 0, and r̂ may be far from r. */
+ * the next group is written into the others, in the order that was found to be the fastest. With `special`, elements with r = 0 get code 0, and r̂
+ * may be far from r. */
 OP void wide_encode_v(
     const wide_encoder *c, uint8_t *codes, wide_tile *t, int k, int next, __m512 *y, __m512i *d, const int dither, const int special) {
     const __m512 inverse = _mm512_set1_ps(t->inverse[k]), cube = _mm512_set1_ps(t->cube[k]), second = _mm512_set1_ps(t->e2[k]);
     const __m512 whole = _mm512_set1_ps(0x1p23f), last = _mm512_set1_ps(0x1p23f + 255);
     const __m512 centres = _mm512_load_ps(FINE_INVERSE), more_centres = _mm512_load_ps(FINE_INVERSE + 16);
     const __m512 logs = _mm512_load_ps(FINE_CENTRE) - t->hi[next], more_logs = _mm512_load_ps(FINE_CENTRE + 16) - t->hi[next];
-    __m512 z[4], e[4], x[4], u[4], f[4], g[4];
+    __m512 z[4], e[4], x[4], u[4], f[4], g[4], exponent[4], quotient[4];
     __m512i code[4], at[4];
 #define OLD(array) _mm512_load_ps(t->array[k] + q * 16)
 #define NEXT _mm512_load_ps(t->r[next] + q * 16)
     EACH z[q] = wide_dither(*d), *d = _mm512_add_epi32(*d, c->way);
-    EACH e[q] = wide_fma(cube, z[q], &t->square[k]), at[q] = _mm512_srli_epi32(_mm512_castps_si512(NEXT), 18);
+    EACH f[q] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(NEXT), c->mantissa, c->one, 0xEA));
+    EACH e[q] = wide_fma(cube, z[q], &t->square[k]);
     EACH e[q] = wide_fma(e[q], z[q], &t->slope[k]);
-    EACH z[q] = z[q] * e[q] + 256.0f, f[q] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(NEXT), c->mantissa, c->one, 0xEA));
-    EACH z[q] = y[q] * inverse + (dither ? z[q] : last), g[q] = _mm512_permutex2var_ps(centres, at[q], more_centres);
+    EACH z[q] = z[q] * e[q] + 256.0f;
+    EACH z[q] = _mm512_fmadd_ps(y[q], inverse, dither ? z[q] : last);
     EACH z[q] = dither ? _mm512_add_round_ps(z[q], whole, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC) : (__m512)z[q];
+    EACH code[q] = _mm512_min_epi32(_mm512_max_epi32(_mm512_castps_si512(z[q]), c->first), c->last);
+    EACH at[q] = _mm512_srli_epi32(_mm512_castps_si512(NEXT), 18);
+    EACH g[q] = _mm512_permutex2var_ps(centres, at[q], more_centres);
     EACH f[q] = f[q] * g[q] - 1.0f;
-    EACH code[q] = _mm512_min_epi32(_mm512_max_epi32(_mm512_castps_si512(z[q]), c->first), c->last), g[q] = FINE_2 * f[q] + FINE_1;
     EACH x[q] = _mm512_castsi512_ps(code[q]) - last;
     if (special) {
         EACH {
             const __mmask16 some = _mm512_cmp_ps_mask(OLD(r), _mm512_setzero_ps(), _CMP_NEQ_UQ);
             _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_maskz_cvtepi32_epi8(some, code[q]));
             u[q] = _mm512_maskz_div_ps(some, OLD(m), (__m512)NAME(exp2)((V)(x[q] * t->step[k] + t->hi[k])));
-            y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutex2var_ps(logs, at[q], more_logs);
+            exponent[q] = _mm512_getexp_ps(NEXT) + _mm512_permutex2var_ps(logs, at[q], more_logs);
+            g[q] = FINE_2 * f[q] + FINE_1;
         }
     } else {
-        EACH x[q] = y[q] * inverse - x[q], y[q] = _mm512_getexp_ps(NEXT) + _mm512_permutex2var_ps(logs, at[q], more_logs);
-        EACH u[q] = wide_fma(second, x[q], &t->e1[k]), _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_cvtepi32_epi8(code[q]));
-        EACH u[q] = (u[q] * x[q] + 1.0f) * (OLD(m) / OLD(r));
+        EACH _mm_storeu_si128((__m128i *)(codes + q * 16), _mm512_cvtepi32_epi8(code[q]));
+        EACH exponent[q] = _mm512_getexp_ps(NEXT);
+        EACH exponent[q] = exponent[q] + _mm512_permutex2var_ps(logs, at[q], more_logs);
+        EACH x[q] = _mm512_fmsub_ps(y[q], inverse, x[q]);
+        EACH g[q] = FINE_2 * f[q] + FINE_1;
+        EACH quotient[q] = OLD(m) / OLD(r);
+        EACH u[q] = wide_fma(second, x[q], &t->e1[k]);
+        EACH u[q] = u[q] * x[q] + 1.0f;
+        EACH u[q] = u[q] * quotient[q];
     }
-    EACH y[q] = g[q] * f[q] + y[q];
+    EACH y[q] = g[q] * f[q] + exponent[q];
     EACH _mm512_store_ps(t->m[k] + q * 16, u[q]);
     wide_largest(c, t, k, u, special);
 #undef OLD
@@ -324,7 +318,9 @@ OP void wide_one(
         memset(t->low[count], 0xFF, sizeof t->low[0] * (size_t)(TILE - count));
     }
     const uint32_t special = wide_lattice(t) & there;
-    wide_apply(s, h, where, g, count, t, type, bits);
+    if (h->zero_eps) wide_stand_still(t, count);
+    if (bits == 24) wide_apply24(s, h, where, g, count, t);
+    else wide_apply(s, h, where, g, count, t, type, bits);
     const uint32_t index = (uint32_t)(s->index + g * GROUP), step = (uint32_t)s->step;
     uint8_t *codes = where->v + s->start + g * GROUP;
     wide_encoder e = wide_codes(h->integers);
@@ -333,6 +329,7 @@ OP void wide_one(
     wide_first_log(&e, t, y);
     for (int k = 0; k < count; k++) {
         const int next = k + 1 < count ? k + 1 : k;
+        wide_prefetch_weights(s, g + k + TILE, type, grad_type);
         if (__builtin_expect(special >> k & 1, 0)) wide_encode_v(&e, codes + k * GROUP, t, k, next, y, &d, dither, 1);
         else wide_encode_v(&e, codes + k * GROUP, t, k, next, y, &d, dither, 0);
     }
