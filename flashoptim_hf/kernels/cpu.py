@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import warnings
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,11 +113,10 @@ def spans_too_large(spans: np.ndarray, *, isa: int | None = None) -> bool:
     """`too_large` of int64 rows of address, elements and code of the dtype, where the library was built."""
     loaded = library()
     assert loaded is not None
-    isa = loaded.flashoptim_isa() if isa is None else isa
+    isa = best_isa() if isa is None else isa
     return bool(loaded.flashoptim_too_large(spans.ctypes.data, len(spans), torch.get_num_threads(), isa))
 
 
-@torch.no_grad()
 def update_page(
     planes: Sequence[Tensor],
     segments: Sequence[Segment] | Segments,
@@ -134,32 +134,40 @@ def update_page(
     Raises:
         UnsupportedError: the library was not built, or does not have this rule and codec.
     """
-    key = (fmt.rule.name, fmt.codec.name)
-    if key not in FUNCTIONS:
-        raise UnsupportedError(
-            f"kernel='cpu' has no {fmt.rule.name} with codec={fmt.codec.name!r}, only {compiled()}; use kernel='eager' or 'auto' for the "
-            "others."
-        )
-    home, entry = FUNCTIONS[key]
-    loaded = library(home)
-    if loaded is None:
-        raise UnsupportedError(
-            "kernel='cpu' needs the compiled library, which was not built when the package was installed. Install a C compiler (gcc or "
-            "clang) and reinstall flashoptim-hf, or use kernel='eager'."
-        )
-    if not len(segments) or (skip is not None and bool(skip)):
-        return
+    launch(planes, segments, fmt, inv_scale=inv_scale, skip=skip, isa=isa)()
+
+
+def launch(
+    planes: Sequence[Tensor],
+    segments: Sequence[Segment] | Segments,
+    fmt: Format,
+    *,
+    inv_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+    isa: int | None = None,
+) -> Callable[[], None]:
+    """`update_page` as a function without arguments, with all that Python has to do done before. After an update Python finds the caches
+    full of something else, so that where several pages follow each other, it is best to prepare them all first.
+
+    Raises:
+        UnsupportedError: as `update_page`.
+    """
+    function = _function(fmt.rule.name, fmt.codec.name)
+    if not len(segments):
+        return _nothing
     columns = Segments.of(segments)
     rows, hyper = np.ascontiguousarray(columns.rows), np.ascontiguousarray(columns.hyper, dtype=np.float32)
     if columns.lr is not None:
         hyper = hyper.copy()
         hyper[:, 0] = [float(lr) for lr in columns.lr]
-    addresses = (ctypes.c_void_p * 7)(*(plane.data_ptr() for plane in planes))
+    addresses = (ctypes.c_void_p * 7)(*map(Tensor.data_ptr, planes))
+    keeps: list[object] = [planes, columns, rows, hyper]
     if fmt.codec.tables:
         assert columns.tables is not None
         tables = np.array(list(map(Tensor.data_ptr, columns.tables)), dtype=np.int64)
         addresses[6] = tables.ctypes.data
-    getattr(loaded, entry)(
+        keeps.append(tables)
+    arguments = (
         rows.ctypes.data,
         hyper.ctypes.data,
         len(columns),
@@ -168,5 +176,44 @@ def update_page(
         int(fmt.codec.dither),
         1.0 if inv_scale is None else float(inv_scale),
         torch.get_num_threads(),
-        loaded.flashoptim_isa() if isa is None else isa,
+        best_isa() if isa is None else isa,
     )
+    return partial(_run, function, arguments, skip, *keeps)
+
+
+def _run(function: Callable[..., None], arguments: tuple[Any, ...], skip: Tensor | None, *_: object) -> None:
+    """Call the library. The rest is what the addresses in `arguments` point to."""
+    if skip is None or not bool(skip):
+        function(*arguments)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _function(rule: str, codec: str) -> Callable[..., None]:
+    """What updates a page.
+
+    Raises:
+        UnsupportedError: as `update_page`.
+    """
+    if (rule, codec) not in FUNCTIONS:
+        raise UnsupportedError(
+            f"kernel='cpu' has no {rule} with codec={codec!r}, only {compiled()}; use kernel='eager' or 'auto' for the others."
+        )
+    home, entry = FUNCTIONS[rule, codec]
+    loaded = library(home)
+    if loaded is None:
+        raise UnsupportedError(
+            "kernel='cpu' needs the compiled library, which was not built when the package was installed. Install a C compiler (gcc or "
+            "clang) and reinstall flashoptim-hf, or use kernel='eager'."
+        )
+    return getattr(loaded, entry)
+
+
+@cache
+def best_isa() -> int:
+    """The widest instruction set that the processor has: 2 AVX-512, 1 AVX2, 0 what the compiler targets. Needs the library."""
+    loaded = library()
+    assert loaded is not None
+    return int(loaded.flashoptim_isa())
