@@ -95,21 +95,20 @@ static int64_t looks_of(const span *x) { return (x->numel + LOOK - 1) / LOOK; }
 
 /* Whether any element is NaN, infinite or of magnitude 2^62 and above (`LIMIT` in optim/finite.py). */
 int flashoptim_too_large(const span *spans, int64_t count, int threads, int isa) {
-    int64_t tasks = 0;
+    int64_t tasks = 0, taken = 0;
     int found = 0;
     for (int64_t s = 0; s < count; s++) tasks += looks_of(&spans[s]);
     if (threads > tasks) threads = (int)(tasks ? tasks : 1);
-    const int64_t share = tasks / (16 * threads) + 1; /* as in loop.h */
     #pragma omp parallel num_threads(threads) reduction(|:found)
     {
-        int64_t s = 0, before = 0; /* tasks before span s; each thread walks on from where it was */
-        #pragma omp for schedule(monotonic : dynamic, share)
-        for (int64_t task = 0; task < tasks; task++) {
-            while (task >= before + looks_of(&spans[s])) before += looks_of(&spans[s++]);
-            const int64_t first = (task - before) * LOOK, rest = spans[s].numel - first;
-            const char *at = (const char *)(intptr_t)spans[s].address + first * (spans[s].type == FP32 ? 4 : 2);
-            found |= PICK(isa, too_large)(at, rest < LOOK ? rest : LOOK, (int)spans[s].type);
-        }
+        int64_t s = 0, before = 0, task, last; /* as in loop.h */
+        while ((task = take_tasks(&taken, tasks, threads, &last)) < last)
+            for (; task < last; task++) {
+                while (task >= before + looks_of(&spans[s])) before += looks_of(&spans[s++]);
+                const int64_t first = (task - before) * LOOK, rest = spans[s].numel - first;
+                const char *at = (const char *)(intptr_t)spans[s].address + first * (spans[s].type == FP32 ? 4 : 2);
+                found |= PICK(isa, too_large)(at, rest < LOOK ? rest : LOOK, (int)spans[s].type);
+            }
     }
     return found;
 }
