@@ -196,7 +196,7 @@ def _lists() -> str:
     reader = tensors.reader()
     if reader is not None:
         return "read by compiled C" + ("" if reader.reads_gradients else ", gradients through Python")
-    why = "it was not built" if cpu.where("_tensors") is None else "it does not know this torch"
+    why = "it was not built" if cpu.where("_tensors") is None else "it does not fit this torch, this Python or this version of the package"
     return f"read through Python, which takes a step over hundreds of tensors some 0.3 ms more: {why}"
 
 

@@ -30,6 +30,11 @@ class UpdateRule:
         settle: for codecs that feed errors back: (new states, what rounding takes from the first of them, new weight, hyper, step) -> the
             weight from which the rounded state leads where the exact one would have led. None (default): errors stay.
         device_settle: the same for Triton. Set both or none.
+        device_betas: of a rule of two averages, m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2: hyper -> (beta1, 1 - beta1,
+            beta2, 1 - beta2). None (default): the rule is none, or is not served so.
+        device_sums: `device` for such states in units of what a gradient adds, M = m / (1 - beta1) and V = v / (1 - beta2) - 2^-126, which
+            cost one multiply-add each: from (beta1 M / scale, beta2 (V + 2^-126) - 2^-126, scale) it returns (M, V). Below 0 there is no v.
+            Set both or none.
     """
 
     name: str
@@ -41,6 +46,8 @@ class UpdateRule:
     needs_states: Callable[[dict[str, Any]], bool] | None = None
     settle: Callable[[Sequence[Tensor], Tensor, Tensor, Sequence[Any], int], Tensor] | None = None
     device_settle: Any = None
+    device_betas: Any = None
+    device_sums: Any = None
 
     def keeps_states(self, group: dict[str, Any]) -> bool:
         """Whether a group with these options keeps states."""
@@ -86,8 +93,7 @@ class Segments:
     """Many segments as columns, so that a step over hundreds of tensors costs a few array operations instead of hundreds of objects.
 
     Attributes:
-        params, grads: contiguous tensors of any shape that hold the segments. They also keep what the addresses point to alive; gradients
-            that are made when somebody asks for one are kept by their parameters.
+        params, grads: contiguous tensors of any shape that hold the segments. They also keep what the addresses point to alive.
         rows: int64 (segments, 8): addresses of param and grad, start, numel, index, step, and the codes of both dtypes.
         hyper: fp32 (segments, len(rule.hyper)); column 0, the learning rate, is not valid where `lr` is set.
         cuts: for each segment, where it begins and ends in its flattened tensors; None where it is all of them.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..kernels.rule import DTYPE_CODE
-from ..kernels.tensors import reader
+from ..kernels.tensors import Held, reader
 from .layout import PLAIN, local
 
 _grad_of, _dtype_of = attrgetter("grad"), attrgetter("dtype")
@@ -37,6 +37,31 @@ def all_plain(tensors: Sequence[Tensor]) -> bool:
 def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
     """int64, one for each."""
     return np.fromiter(map(Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))
+
+
+def check_memory(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor with elements that lie nowhere: kernels would read address 0.
+
+    Raises:
+        UnsupportedError: names `what` it is.
+    """
+    if tensor.numel() and not tensor.data_ptr():
+        raise UnsupportedError(
+            f"{what} of shape {tuple(tensor.shape)} and class {type(tensor).__name__} has no memory: its storage was resized to 0, or it "
+            "only wraps the tensors that have some. Call step() when weights and gradients are there as plain tensors."
+        )
+
+
+def with_memory(grad: Tensor) -> Tensor:
+    """The gradient itself, or zeros where it is a tensor that torch does not write out because it is all zeros.
+
+    Raises:
+        UnsupportedError: see `check_memory`.
+    """
+    if grad._is_zerotensor():
+        return grad.clone()
+    check_memory(grad, "a gradient")
+    return grad
 
 
 def same_run(part: Sequence[Any], whole: Sequence[Any], begin: int) -> bool:
@@ -77,8 +102,8 @@ class Likeness:
             return self._facts.addresses(tensors)
         return addresses_of(tensors) if self._check is not None and len(tensors) == self._count and self._check(*tensors) else None
 
-    def addresses_of_gradients(self, params: list[Tensor]) -> np.ndarray | None:
-        """The same of the gradients of tensors, without asking Python for them."""
+    def addresses_of_gradients(self, params: list[Tensor]) -> tuple[np.ndarray, Held] | None:
+        """The same of the gradients of tensors, without asking Python for them, and what keeps them alive."""
         return None if self._facts is None else self._facts.addresses_of_gradients(params)
 
     def holds(self, tensors: list[Tensor]) -> bool:
@@ -111,7 +136,7 @@ class Later(Sequence[Tensor]):
     """Tensors that are asked for when somebody needs one of them: Python makes an object of each, and takes as long as the rest of a step.
 
     Args:
-        make: gives them.
+        make: gives them, and keeps them alive until then.
         count: how many there are.
     """
 
@@ -141,8 +166,7 @@ class Spans:
     """Gradients as kernels read them, in the order given.
 
     Attributes:
-        grads: local, contiguous, bf16, fp16 or fp32: the gradients themselves where they are so already, else copies. Those that are known
-            may be made of what autograd has when one is asked for, which is until the step ends.
+        grads: local, contiguous, bf16, fp16 or fp32: the gradients themselves where they are so already, else copies.
         addresses: int64, of `grads`.
         codes: of their dtypes, as in `DTYPE_CODE`: one for all, or an array.
 
@@ -152,16 +176,18 @@ class Spans:
         addresses: and where.
 
     Raises:
-        UnsupportedError: a sparse gradient.
+        UnsupportedError: a sparse gradient, or one without memory.
     """
 
     def __init__(self, grads: Sequence[Tensor], known: Known | None = None, addresses: np.ndarray | None = None) -> None:
-        self.known = known
         self.codes: int | np.ndarray
         self.grads: Sequence[Tensor]
+        self.known: Known | None = None
         if known is not None:
-            self.grads, self.addresses, self.codes = grads, addresses_of(grads) if addresses is None else addresses, known.code
-            return
+            addresses = addresses_of(grads) if addresses is None else addresses
+            if addresses.all():
+                self.known, self.grads, self.addresses, self.codes = known, grads, addresses, known.code
+                return
         if not all_plain(grads):
             grads = [local(grad) for grad in grads]
         try:
@@ -169,6 +195,9 @@ class Spans:
         except RuntimeError:
             _refuse_sparse(grads)
             raise
+        if not addresses.all():
+            grads = list(map(with_memory, grads))
+            addresses = addresses_of(grads)
         dtypes = set(map(_dtype_of, grads))
         # a view that torch negates when it reads it, as of a conjugate's imaginary part, has the address of what it is not
         if not (dtypes <= _READABLE and all(map(Tensor.is_contiguous, grads))) or any(map(Tensor.is_neg, grads)):
@@ -262,9 +291,9 @@ class Gradients(Spans):
         self.roster = roster if roster is not None and roster.lists(members) else Roster(members)
         self.params, self.groups = self.roster.listed, self.roster.groups
         if known is not None and not self.roster.sharded:
-            addresses = known.like.addresses_of_gradients(self.params)
-            if addresses is not None:  # the usual case
-                super().__init__(Later(lambda: list(map(_grad_of, self.roster.listed)), len(self.params)), known, addresses)
+            read = known.like.addresses_of_gradients(self.params)
+            if read is not None:  # the usual case
+                super().__init__(Later(read[1].tensors, len(self.params)), known, read[0])
                 return
         grads = list(map(_grad_of, self.params))
         if known is not None and (addresses := known.like.addresses(grads)) is not None:

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..kernels.rule import DTYPE_CODE, Segments
 from ..kernels.tensors import reader
 from ..paging.store import Page
-from .gradients import Gradients, Likeness, Spans, addresses_of, same_run
+from .gradients import Gradients, Likeness, Spans, addresses_of, check_memory, same_run, with_memory
 from .layout import Layout, Pool, Record, local
 
 PARAM, GRAD, START, NUMEL, INDEX, STEP, PARAM_TYPE, GRAD_TYPE = range(8)
@@ -97,10 +97,15 @@ class _Flat:
     """All parameters and gradients of a step as contiguous tensors, and their addresses as arrays.
 
     A parameter of another layout is copied, updated and written back.
+
+    Raises:
+        UnsupportedError: a parameter without memory.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.sources = [param.detach() for param in params]
+        for param in self.sources:
+            check_memory(param, "a parameter")
         self.strided = [i for i, param in enumerate(self.sources) if not param.is_contiguous()]
         self.params = [param.contiguous() for param in self.sources]
         # whether lists of this step's tensors stay what they are: not where gradients come one by one, or weights are copied for each step
@@ -149,7 +154,8 @@ class _Flat:
         if i in self.strided:
             self.params[i] = self.sources[i].contiguous()
             self.addresses[i] = self.params[i].data_ptr()
-        grad = grad.detach().resolve_neg() if grad.dtype in DTYPE_CODE else grad.detach().float()
+        grad = with_memory(grad.detach())
+        grad = grad.resolve_neg() if grad.dtype in DTYPE_CODE else grad.float()
         grad = self._one_by_one[i] = grad if grad.is_contiguous() else grad.contiguous()
         assert not isinstance(self.grad_types, int), "`expect` comes first"
         self.grad_addresses[i], self.grad_types[i] = grad.data_ptr(), DTYPE_CODE[grad.dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashoptim_hf.kernels import cpu, tensors
 from flashoptim_hf.optim import gradients
@@ -87,6 +91,15 @@ def test_many_at_once_and_one_that_differs(by: tensors.Reader, count: int) -> No
     assert not count or facts.addresses(others[:-1]) is None
 
 
+def test_a_list_of_another_length_is_not_learned(by: tensors.Reader) -> None:
+    """What was reserved is not written beyond."""
+    facts = tensors.Facts(by, 2, 100)
+    assert facts.learn([torch.zeros(1)] * 2)
+    assert not facts.learn([torch.zeros(1)] * 3)
+    assert not facts.learn([torch.zeros(1)])
+    assert not tensors.Facts(by, 1, 3).learn([torch.zeros(1, 1)])
+
+
 def test_what_cannot_be_read_is_not_learned(by: tensors.Reader) -> None:
     for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), Other(torch.zeros(3))):
         assert by.facts([torch.zeros(2), tensor]) is None
@@ -112,7 +125,49 @@ def test_gradients_that_python_has_not_seen(by: tensors.Reader) -> None:
         backward(params)
         found = facts.addresses_of_gradients(params)
         assert found is not None
-        assert found.tolist() == [param.grad.data_ptr() for param in params if param.grad is not None]
+        assert found[0].tolist() == [param.grad.data_ptr() for param in params if param.grad is not None]
+        assert all(one is param.grad for one, param in zip(found[1].tensors(), params, strict=True))
+
+
+def test_gradients_are_alive_as_long_as_they_are_held(by: tensors.Reader) -> None:
+    params = leaves()
+    backward(params)
+    grads = [param.grad for param in params if param.grad is not None]
+    facts, expected = by.facts(grads), [grad.clone() for grad in grads]
+    del grads
+    assert facts is not None
+    found = facts.addresses_of_gradients(params)
+    assert found is not None
+    for param in params:
+        param.grad = None
+    spoiled = [torch.full_like(value, float("nan")) for value in expected for _ in range(3)]
+    assert not set(found[0].tolist()) & {tensor.data_ptr() for tensor in spoiled}
+    for tensor, value in zip(found[1].tensors(), expected, strict=True):
+        assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize("at", [None, 0, 40, 69])
+def test_what_is_held_is_let_go(by: tensors.Reader, at: int | None) -> None:
+    """At the end, and at once where one of them is not what it should be."""
+    params = leaves()
+    backward(params)
+    grads = [param.grad for param in params if param.grad is not None]
+    facts = by.facts(grads)
+    assert facts is not None
+    if at is not None:
+        params[at].grad = torch.ones_like(params[at]).to_sparse()
+
+    def users() -> list[int]:
+        return [grad._use_count() for grad in grads]
+
+    before = users()
+    found = facts.addresses_of_gradients(params)
+    assert (found is None) == (at is not None)
+    if found is not None:
+        assert users() == [count + 1 for count in before]
+        found[1].tensors()
+        del found
+    assert users() == before
 
 
 def test_gradients_of_another_kind(by: tensors.Reader) -> None:
@@ -198,7 +253,7 @@ def test_a_torch_without_such_functions_is_not_read(monkeypatch: pytest.MonkeyPa
 
 def test_gradients_that_cannot_be_found_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only they: everything else is read."""
-    monkeypatch.setattr(tensors, "_places_of_gradients", lambda _: (tensors.NOT_READ, tensors.NOT_READ))
+    monkeypatch.setattr(tensors, "_places_of_gradients", lambda: (tensors.NOT_READ, tensors.NOT_READ))
     found = tensors.reader.__wrapped__()
     assert found is not None
     assert not found.reads_gradients
@@ -214,16 +269,100 @@ def test_gradients_that_cannot_be_found_are_asked_for(monkeypatch: pytest.Monkey
 
 def test_what_is_no_address_is_not_followed() -> None:
     with open("/proc/self/mem", "rb", buffering=0) as file:
-        assert tensors._places_in(file, 8, 1) == set()  # nothing lies there
-        values = (ctypes.c_uint64 * 64)(*range(64))
-        assert tensors._places_in(file, ctypes.addressof(values), 5) == {40}
+        for nowhere in (8, 2**63, 2**64 - 8):
+            assert not tensors._words_at(file, nowhere).any()
+        inner = (ctypes.c_uint64 * 32)(*range(100, 132))
+        outer = (ctypes.c_uint64 * 32)(*range(8, 31), ctypes.addressof(inner))
+        assert tensors._paths(file, ctypes.addressof(outer), 105, None) == {(8 * 23, 40)}
+        assert tensors._paths(file, ctypes.addressof(outer), 105, {(0, 40)}) == set()
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_found_out_in_any_mode(inference: bool) -> None:
+def test_two_ways_to_a_gradient_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them would be there by chance, until the next tensor lies elsewhere."""
+    paths = tensors._paths
+    monkeypatch.setattr(tensors, "_paths", lambda *given: paths(*given) | {(200, 16)})
+    found = tensors.reader.__wrapped__()
+    assert found is not None
+    assert not found.reads_gradients
+
+
+def test_gradients_are_found_however_tensors_lie_in_memory() -> None:
+    kept: list[Tensor] = []
+    rng = random.Random(0)
+    for _ in range(20):
+        kept += [torch.zeros(rng.randrange(1, 9)) for _ in range(30)]
+        rng.shuffle(kept)
+        del kept[: rng.randrange(30)]
+        assert tensors._places_of_gradients() == (tensors.reader()._torch.autograd, tensors.reader()._torch.gradient)
+
+
+class NoOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} in this mode")
+
+
+class Lies(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 0
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta"), FakeTensorMode, NoOperators, Lies])
+def test_found_out_in_any_mode(mode: Callable[[], Any]) -> None:
     """The first step may come within `inference_mode`, with other defaults, or within a backward pass."""
-    with torch.inference_mode(inference), torch.device("meta"):
-        assert tensors.reader.__wrapped__() is not None
+    with mode():
+        found = tensors.reader.__wrapped__()
+    assert found is not None
+    assert found.reads_gradients
+
+
+def test_found_out_within_a_transform() -> None:
+    found = []
+    torch.func.grad(lambda x: (found.append(tensors.reader.__wrapped__()), x * 1)[1])(torch.tensor(1.0))
+    assert found[0] is not None
+    assert found[0].reads_gradients
+
+
+def test_found_out_with_any_default_dtype() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            assert tensors.reader.__wrapped__().reads_gradients
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def no_such_file(name: Any, *_: Any, **__: Any) -> Any:
+    raise PermissionError(name)
+
+
+def no_thread(_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def no_such_thing(*_: Any) -> None:
+    raise TypeError("another signature")
+
+
+def test_where_memory_cannot_be_read_gradients_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "open", no_such_file, raising=False)
+    found = tensors.reader.__wrapped__()
+    assert found is not None
+    assert not found.reads_gradients
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (sys, "_is_gil_enabled", lambda: False),  # threads side by side: a list may change while it is read
+        (tensors, "_VERSION", -1),  # the library of another version of this package
+        (tensors.Thread, "start", no_thread),
+        (tensors, "_implementation", no_such_thing),
+    ],
+    ids=["threads", "version", "no thread", "another torch"],
+)
+def test_where_nothing_can_be_read_there_is_no_reader(where: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, name, value, raising=False)
+    assert tensors.reader.__wrapped__() is None
 
 
 def test_a_step_does_not_ask_python_for_gradients(by: tensors.Reader, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001

@@ -8,8 +8,10 @@ NaN, so that a step that still reads it shows.
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -436,3 +438,125 @@ def test_what_torch_negates_when_it_is_read_is_negated(options: dict[str, Any], 
         results.append(as_bits([param.detach() for param in params]))
     assert results[0] == results[1]
     assert not Likeness([torch.ones(3)]).holds([torch._neg_view(torch.ones(3))])
+
+
+@pytest.mark.usefixtures("likeness")
+@pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"simulate": 1, "paged": True}], ids=["compiled", "eager", "simulated"])
+def test_gradients_are_gone_when_the_step_is(options: dict[str, Any]) -> None:
+    """Not when the garbage collector comes: they are as large as the weights."""
+    params = [nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(5))]
+    optimizer = FlashAdamW(params, **options)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.examine(1)
+            optimizer.step()
+            optimizer.findings()
+            storages = [weakref.ref(param.grad.untyped_storage()) for param in params]
+            gone = [weakref.ref(param.grad) for param in params]
+            for param in params:
+                param.grad = None
+            assert [ref() for ref in gone + storages] == [None] * 4
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("likeness")
+@pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"simulate": 1, "paged": True}], ids=["compiled", "eager", "simulated"])
+def test_gradients_taken_away_during_a_step_are_used(options: dict[str, Any], as_bits: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal, another thread, whatever: a step goes by the gradients that it has looked at."""
+    results = []
+    for take_away in (False, True):
+        params = [nn.Parameter(torch.ones(3000 + i)) for i in range(4)]
+        optimizer = FlashAdamW(params, lr=1e-2, **options)
+        kernel_for, spoiled = select.kernel_for, []
+
+        def taking(*given: Any, params: Any = params, spoiled: Any = spoiled, kernel_for: Any = kernel_for) -> Any:
+            for param in params:
+                param.grad = None
+                spoiled += [torch.full_like(param, NAN) for _ in range(4)]
+            return kernel_for(*given)
+
+        with monkeypatch.context() as patch:
+            if take_away:
+                patch.setattr(select, "kernel_for", taking)
+            for step in range(4):
+                for i, param in enumerate(params):
+                    param.grad = torch.full_like(param, step + i + 0.5)
+                optimizer.step()
+        results.append(as_bits([param.detach() for param in params]))
+    assert results[0] == results[1]
+
+
+class Wrapper(Tensor):
+    """A tensor without numbers of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+def emptied(grad: Tensor) -> Tensor:
+    grad.untyped_storage().resize_(0)
+    return grad
+
+
+@pytest.mark.usefixtures("likeness")
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
+@pytest.mark.parametrize("without", [Wrapper, emptied])
+def test_gradients_without_memory_are_refused(without: Callable[[Tensor], Tensor], kernel: str, first: int) -> None:
+    """A kernel would read address 0."""
+    params = [nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(5))]
+    optimizer = FlashAdamW(params, kernel=kernel)
+    for step in range(first + 1):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        if step == first:
+            params[1].grad = without(params[1].grad)
+            before = [param.detach().clone() for param in params]
+            with pytest.raises(UnsupportedError, match=r"a gradient of shape \(5,\) .* has no memory"):
+                optimizer.step()
+            assert all(map(torch.equal, params, before))
+        else:
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("likeness")
+def test_parameters_without_memory_are_refused() -> None:
+    """As FSDP1 and offloading leave them between passes."""
+    params = [nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(8, 8).t())]
+    optimizer = FlashAdamW(params)
+    for at in (None, 0, 1, None):
+        for param in params:
+            param.grad = torch.ones(param.shape).t() if param.dim() == 2 else torch.ones_like(param)
+        if at is None:
+            optimizer.step()
+            continue
+        params[at].untyped_storage().resize_(0)
+        with pytest.raises(UnsupportedError, match=r"a parameter of shape .* has no memory"):
+            optimizer.step()
+        params[at].untyped_storage().resize_(params[at].numel() * 4)
+        params[at].data.fill_(1)
+
+
+@pytest.mark.usefixtures("likeness")
+@pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"gradient_release": True}], ids=["compiled", "eager", "released"])
+def test_zeros_that_torch_does_not_write_out_are_zeros(options: dict[str, Any], as_bits: Callable) -> None:
+    results = []
+    for zeros in (torch._efficientzerotensor, torch.zeros):
+        params = [nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(5))]
+        optimizer = FlashAdamW(params, lr=1e-2, **options)
+        for step in range(5):
+            for param in params:
+                param.grad = zeros(param.shape) if param is params[1] and step in (0, 2, 3) else torch.ones_like(param)
+            optimizer.step()
+        results.append(as_bits([param.detach() for param in params]))
+    assert results[0] == results[1]

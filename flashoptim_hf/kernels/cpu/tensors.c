@@ -41,7 +41,9 @@ struct torch {
     int32_t (*device)(void *tensor, int32_t *);
     int32_t (*data)(void *tensor, void **);
     int32_t (*layout)(void *tensor, int32_t *);
+    int32_t (*assign)(void *tensor, void *to); /* `to` lets go of what it held, and holds that tensor from then on */
     int64_t strided; /* that layout */
+    void *nothing; /* the implementation of the tensor that is none: what holds nothing points to it */
     const void *classes[2]; /* torch.Tensor and torch.nn.Parameter: what can be read */
 };
 
@@ -53,7 +55,10 @@ struct fact {
     int64_t dims, extents; /* where its sizes begin among all, which its strides follow */
 };
 
-enum { NOT_READ = -1 };
+enum { NOT_READ = -1, VERSION = 2 };
+
+/* What the other side must have in mind when it calls anything here. */
+EXPORTED const int64_t flashoptim_tensors_expects[] = {VERSION, sizeof(struct torch), sizeof(struct fact)};
 
 #define AT(object, offset) ((char *)(object) + (offset))
 #define LOAD(object, offset) (*(char **)AT(object, offset))
@@ -85,10 +90,12 @@ static bool is(const struct torch *torch, void *handle, const struct fact *fact,
 }
 
 /* What the tensors of a list are, into `facts` and `extents`, which has room for `room` numbers. NOT_READ: one of them is of another class
- * or layout, or there is no room; else how many numbers it took. */
-EXPORTED int64_t flashoptim_learn_tensors(const struct torch *torch, void *list, struct fact *facts, int64_t *extents, int64_t room) {
-    const intptr_t count = PyList_Size(list);
+ * or layout, or there are not `count` of them, or there is no room; else how many numbers it took. */
+EXPORTED int64_t flashoptim_learn_tensors(
+    const struct torch *torch, void *list, struct fact *facts, int64_t *extents, int64_t count, int64_t room) {
     int64_t used = 0;
+    if (PyList_Size(list) != count)
+        return NOT_READ;
     for (intptr_t i = 0; i < count; i++) {
         void *object = PyList_GetItem(list, i), *handle = AT(object, torch->implementation);
         struct fact *fact = facts + i;
@@ -138,12 +145,16 @@ EXPORTED int flashoptim_read_tensors(
     return 1;
 }
 
-/* The same of the gradients of a list's tensors, of which Python makes objects when it is asked for them for the first time. */
-EXPORTED int flashoptim_read_gradients(
-    const struct torch *torch, void *list, const struct fact *facts, const int64_t *extents, int64_t count, int64_t *addresses) {
+/* Let go of the first tensors that are held. */
+EXPORTED void flashoptim_release(struct torch *torch, void **held, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        torch->assign(&torch->nothing, held + i);
+}
+
+/* How many were read and are held: all, or those before one that is none of what it should be. */
+static int64_t hold_gradients(
+    const struct torch *torch, void *list, const struct fact *facts, const int64_t *extents, int64_t count, int64_t *addresses, void **held) {
     void *handles[AHEAD];
-    if (torch->gradient == NOT_READ || PyList_Size(list) != count)
-        return 0;
     for (int64_t begin = 0; begin < count; begin += AHEAD) {
         const int64_t size = count - begin < AHEAD ? count - begin : AHEAD;
         for (int64_t i = 0; i < size; i++)
@@ -153,17 +164,34 @@ EXPORTED int flashoptim_read_gradients(
         for (int64_t i = 0; i < size; i++) {
             void *autograd = LOAD(LOAD(PyList_GetItem(list, begin + i), torch->implementation), torch->autograd);
             if (!autograd)
-                return 0;
+                return begin;
             handles[i] = AT(autograd, torch->gradient);
             FETCH(handles[i]);
         }
         for (int64_t i = 0; i < size; i++)
             fetch(torch, handles[i]);
-        for (int64_t i = 0; i < size; i++)
+        for (int64_t i = 0; i < size; i++) {
             if (!is(torch, handles[i], facts + begin + i, extents, addresses + begin + i))
-                return 0;
+                return begin + i;
+            held[begin + i] = torch->nothing;
+            if (torch->assign(handles[i], held + begin + i))
+                return begin + i;
+        }
     }
-    return 1;
+    return count;
+}
+
+/* `flashoptim_read_tensors` of the gradients of a list's tensors, of which Python makes objects when it is asked for them for the first
+ * time. `held`: a pointer to the implementation of each, with which it stays alive although nobody else may keep it. Only what is read is
+ * held, until `flashoptim_release`. */
+EXPORTED int flashoptim_read_gradients(
+    struct torch *torch, void *list, const struct fact *facts, const int64_t *extents, int64_t count, int64_t *addresses, void **held) {
+    if (torch->gradient == NOT_READ || PyList_Size(list) != count)
+        return 0;
+    const int64_t read = hold_gradients(torch, list, facts, extents, count, addresses, held);
+    if (read < count)
+        flashoptim_release(torch, held, read);
+    return read == count;
 }
 
 /* Whether the items of `part` are those of `whole` from `begin` on. */
