@@ -136,8 +136,11 @@ class Codec(ABC):
     #   device_decode(planes, first, limit, ROWS)                              -> tuple of fp32 [ROWS, group], one per state
     #   device_encode(planes, values, first, limit, index, step, DITHER, ROWS)    stores; with `feeds_back`, returns fp32 [ROWS, group]
     #   device_tables(pointer)                                                 -> anything; once, before the first tile; with tables alone
+    #   device_units(hyper, BETAS)                                             -> anything; once, before the first tile; where it is set
     #
-    # planes   tuple of pointers to the page's planes, in the order of `planes`, then what `device_tables` made of the segment's tables
+    # planes   tuple of pointers to the page's planes, in the order of `planes`, then what `device_tables` made of the segment's tables, and
+    #          what `device_units` made of the rule's scalars and its `device_betas`, which may be None. Where that is not None, decode and
+    #          encode take states as `UpdateRule.device_sums` does
     # first    int64, the tile's first element in the page's planes, a multiple of ALIGN
     # limit    int32, how many of the tile's elements exist, or more. Groups from there on decode to anything and are not stored; what is
     #          missing of the last group has weight and gradient 0, and places of its own in the planes
@@ -148,6 +151,7 @@ class Codec(ABC):
     device_decode: ClassVar[Any]
     device_encode: ClassVar[Any]
     device_tables: ClassVar[Any] = None
+    device_units: ClassVar[Any] = None
 
     def nbytes(self, numel: int) -> int:
         """Bytes that the states of one parameter of `numel` elements take, tables included."""

@@ -24,15 +24,28 @@ _BYTES = tl.constexpr("".join(f"prmt.b32 ${i}, $4, 0x4B, 0x455{i};" for i in ran
 _SIGNED_BYTES = tl.constexpr(
     "{ .reg .b32 x; xor.b32 x, $4, 0x80808080;" + "".join(f"prmt.b32 ${i}, x, 0x47, 0x45{i}5;" for i in range(4)) + "}"
 )
+# lop3 takes any function of three words: its last operand is what the function makes of 0xF0, 0xCC and 0xAA, here not (a or b)
 _LATTICE = tl.constexpr(
-    "{ .reg .b32 z; and.b32 z, $4, 0x7F7F7F7F; add.u32 z, z, 0x7F7F7F7F; or.b32 z, z, $4; not.b32 z, z;"
+    "{ .reg .b32 z; and.b32 z, $4, 0x7F7F7F7F; add.u32 z, z, 0x7F7F7F7F; lop3.b32 z, z, $4, $4, 0x03;"
     + "".join(f"prmt.b32 ${i}, $4, z, 0x{d}{i}{d}{d};" for i, d in enumerate("CDEF"))
-    + "".join(f"fma.rn.f32 ${i}, ${i}, 0f7F000000, 0fC07F0000;" for i in range(4))
     + "}"
 )
 
-# a shift of 64 bits, whose upper half brings in the exponent of 1
-_FRACTION = tl.constexpr("shf.r.wrap.b32 $0, $1, 0x7F, 9;")
+# two fp32 numbers to one word of two bf16 numbers; these as fp32; and their exponents with the upper half of the mantissa's range
+_BF16 = tl.constexpr(
+    "cvt.rn.bf16x2.f32 $0, $6, $5; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xFFFF0000;"
+    "lop3.b32 $3, $1, $7, 0x400000, 0xEA; lop3.b32 $4, $2, $8, 0x400000, 0xEA;"
+)
+
+# $0 is nothing: an instruction has to have a result
+_STORE_16, _STORE_32 = (
+    tl.constexpr(f"{{ .reg .pred q; setp.ne.u32 q, $3, 0; @q st.global.b{bits} [$1], $2; mov.b32 $0, 0; }}") for bits in (16, 32)
+)
+
+# four neighbours in a row, of which the first is given; a shift of 64 bits, whose upper half brings in the exponent of 1
+_FRACTIONS = tl.constexpr(
+    "{ .reg .b32 x; mov.b32 x, $4;" + "add.u32 x, x, $8;".join(f"shf.r.wrap.b32 ${i}, x, 0x7F, 9;" for i in range(4)) + "}"
+)
 
 
 @jit
@@ -51,6 +64,23 @@ def log2(x):  # type: ignore[no-untyped-def]
 def sqrt(x):  # type: ignore[no-untyped-def]
     """Square root to 2^-22."""
     return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1) if PTX else tl.sqrt(x)
+
+
+@jit
+def sqrt_abs(x):  # type: ignore[no-untyped-def]
+    """Square root of |x| to 2^-22."""
+    if PTX:
+        text: tl.constexpr = "{ .reg .f32 x; abs.f32 x, $1; sqrt.approx.ftz.f32 $0, x; }"
+        result = tl.inline_asm_elementwise(text, "=f,f", [x], tl.float32, True, 1)
+    else:
+        result = tl.sqrt(tl.abs(x))
+    return result
+
+
+@jit
+def rsqrt(x):  # type: ignore[no-untyped-def]
+    """1 / sqrt(x) to 2^-22."""
+    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1) if PTX else tl.rsqrt(x)
 
 
 @jit
@@ -85,16 +115,16 @@ def int8_times(x, scale):  # type: ignore[no-untyped-def]
 
 
 @jit
-def lattice(x):  # type: ignore[no-untyped-def]
-    """uint8 tile to (x - 255) / 64, fp32, exactly, and 0 to -inf.
+def lattice(x, top):  # type: ignore[no-untyped-def]
+    """uint8 tile to x / 64 + top, fp32, rounded once, and 0 to -inf.
 
     Four bytes at a time: the sum carries into the top bit of each byte that is not 0. Inverted and spread over the other three bytes of an
     fp32 number, that bit makes x the subnormal x 2^-133, which times 2^127 is x / 64; and 0 about -2^127, whose product overflows.
     """
     if PTX:
-        result = tl.inline_asm_elementwise(_LATTICE, "=&f,=&f,=&f,=&f,r", [x], tl.float32, True, 4)
+        result = tl.fma(tl.inline_asm_elementwise(_LATTICE, "=&f,=&f,=&f,=&f,r", [x], tl.float32, True, 4), 2.0**127, top)
     else:
-        result = tl.where(x == 0, float("-inf"), x.to(tl.float32) * (1 / 64) - 255 / 64)
+        result = tl.where(x == 0, float("-inf"), x.to(tl.float32) * (1 / 64) + top)
     return result
 
 
@@ -164,9 +194,42 @@ def append_sign(index, x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def widen(x):  # type: ignore[no-untyped-def]
+    """A tile to fp32. bf16 numbers are the upper halves of fp32 numbers; Triton's own conversion takes two instructions for some."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@jit
 def opaque(x):  # type: ignore[no-untyped-def]
     """x, of which the compiler knows nothing: it would turn sums with a loop's counter into one counter each."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, True, 1) if PTX else x
+
+
+@jit
+def hidden(x, block):  # type: ignore[no-untyped-def]
+    """x, an int32 whose bits `block` does not have, as a number that the compiler takes for one that differs from thread to thread.
+
+    A constant beside another constant takes an instruction wherever it is used, and so does a number that all threads share; this one
+    stays in a register. `block` is a multiple of the number of threads, a power of two, so that no thread's number has bits in common.
+    """
+    if PTX:
+        text: tl.constexpr = "{ .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, $2; or.b32 $0, x, $1; }"
+        result = tl.inline_asm_elementwise(text, "=r,r,r", [x, block], tl.int32, True, 1)
+    else:
+        result = x
+    return result
+
+
+@jit
+def round_to_bf16(w, exponents):  # type: ignore[no-untyped-def]
+    """fp32 tile to bf16, nearest even: (p, p as fp32, 1.5 * 2^e), with 2^e the power of two at or below |p|, and `exponents` 0x7F800000.
+
+    PTX alone; Triton's own conversion takes the words apart that this one leaves whole.
+    """
+    constraints: tl.constexpr = "=&r,=&r,=&r,=&r,=&r,r,r,r,r"
+    return tl.inline_asm_elementwise(_BF16, constraints, [w, exponents], (tl.bfloat16, tl.float32, tl.float32), True, 2)
 
 
 @jit
@@ -174,8 +237,8 @@ def dither(index, step, ELEMENT: tl.constexpr, TIME: tl.constexpr, ROWS: tl.cons
     """1 + d, fp32 [ROWS, GROUP], with d the dither of `base.weyl` in 23 of its 24 bits: all that fit below the exponent of 1."""
     start = index.to(tl.uint32) * ELEMENT + step.to(tl.uint32) * TIME
     w = start + offsets(ROWS, GROUP).to(tl.uint32) * ELEMENT
-    if PTX:
-        result = tl.inline_asm_elementwise(_FRACTION, "=f,r", [w], tl.float32, True, 1)
+    if PTX:  # of four places in a row that a thread holds, the first
+        result = tl.inline_asm_elementwise(_FRACTIONS, "=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r", [w, ELEMENT], tl.float32, True, 4)
     else:
         result = ((w >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
     return result
@@ -210,7 +273,16 @@ def load_groups(plane, first, limit, ROWS: tl.constexpr, GROUP: tl.constexpr):  
 def store_groups(plane, value, first, limit, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write one entry per group, but for those from element `limit` on."""
     at = plane + (first.to(tl.uint64) // GROUP).to(tl.int64) + tl.arange(0, ROWS)[:, None]
-    tl.store(at, value, mask=_exists(limit, ROWS, GROUP))
+    exists = _exists(limit, ROWS, GROUP)
+    value = value.to(plane.dtype.element_ty)
+    # All threads of a group have its entry, and write it where they read it. Triton would have each written by one thread, which takes
+    # exchanges between threads and addresses of its own.
+    if PTX and value.dtype.primitive_bitwidth == 32:
+        tl.inline_asm_elementwise(_STORE_32, "=r,l,r,r", [at, value, exists.to(tl.int32)], tl.int32, False, 1)
+    elif PTX and value.dtype.primitive_bitwidth == 16:
+        tl.inline_asm_elementwise(_STORE_16, "=r,l,h,r", [at, value, exists.to(tl.int32)], tl.int32, False, 1)
+    else:
+        tl.store(at, value, mask=exists)
 
 
 @jit

@@ -52,6 +52,7 @@ MCODE_DITHER = (2246822519, 1779033703)
 _GROUP, _MAX_OCTAVES, _MIN_STEP, _LN2 = (tl.constexpr(value) for value in (GROUP, MAX_OCTAVES, MIN_STEP, LN2))
 _STEP_GRID, _MAX_HI, _MIN_UMAX = (tl.constexpr(value) for value in (STEP_GRID, MAX_HI, MIN_UMAX))
 _MAX_UMAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
+_LEAST_BETA = tl.constexpr(2.0**-40)
 _SMALLEST = tl.constexpr(2.0**-126)
 _SHRINK = tl.constexpr(1 - 2.0**-15)
 
@@ -82,39 +83,70 @@ def bf16_scale(largest: Tensor, up: bool) -> Tensor:
 
 
 @jit
+def log_units(hyper, BETAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the device forms need for a rule that takes its states as sums, None for others; see `Codec.device_units`.
+
+    v is then counted in units of 1 - beta2, by moving log2 of it. Stored exponents stay exact: what is on their grid is added to them, and
+    the remainder, which would be rounded away alike for all groups, goes where a code is multiplied.
+    """
+    units = None
+    if BETAS is not None:
+        beta1, rest1, beta2, rest2 = BETAS(hyper)
+        beta2 = tl.maximum(beta2, _LEAST_BETA)
+        octaves = device.log2(rest2)
+        coarse = (octaves + 384.0) - 384.0  # on the grid of 2 hi, which fp32 has between 256 and 512
+        fine = octaves - coarse
+        scale = beta1 * (1 / 127) * device.sqrt(rest2 * device.reciprocal(rest1 * rest1 * beta2))
+        units = scale, coarse, fine, (device.log2(beta2) - fine) * (0.5 / 64), octaves * 0.5, rest1
+    return units
+
+
+@jit
 def log_decode(planes, first, limit, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`LogCodec.decode` for one tile; see `Codec.device_decode`."""
-    mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr = planes
+    mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr, units = planes
     hi = device.load_groups(hi_ptr, first, limit, ROWS, _GROUP)
     step = device.load_groups(step_ptr, first, limit, ROWS, _GROUP)
     umax = device.load_groups(umax_ptr, first, limit, ROWS, _GROUP).to(tl.float32)
     code = device.load(code_ptr, first, limit, ROWS, _GROUP)
     mcode = device.load(mcode_ptr, first, limit, ROWS, _GROUP)
     # a step of 0, as in planes that were never written, times the -inf of code 0 would be NaN
-    r = device.exp2(device.lattice(code) * (tl.maximum(step, _MIN_STEP) * 64.0) + hi)
-    m = device.int8_times(mcode, 1.0) * (umax * (1 / 127)) * r
-    return m, r * r
+    step = tl.maximum(step, _MIN_STEP)
+    if units is None:
+        r = device.exp2(device.lattice(code, -255 / 64) * (step * 64.0) + hi)
+        states = device.int8_times(mcode, 1.0) * (umax * (1 / 127)) * r, r * r
+    else:
+        scale, coarse, _, decay, _, _ = units
+        r = device.exp2(device.lattice(code, decay * device.reciprocal(step) - 255 / 64) * (step * 64.0) + (hi - 0.5 * coarse))
+        states = device.int8_times(mcode, umax) * r, tl.fma(r, r, -_SMALLEST), scale  # type: ignore[assignment]
+    return states
 
 
 @jit
 def log_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`LogCodec.encode` for one tile; see `Codec.device_encode`."""
-    mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr = planes
+    mcode_ptr, code_ptr, hi_ptr, step_ptr, umax_ptr, units = planes
     m, v = values
-    # NaN where v is 0: maximum and minimum pass over it, and at the end it becomes code 0
-    log_v = device.log2(v - _SMALLEST)
-    top = tl.max(log_v, 1, keep_dims=True) * 0.5
-    bottom = tl.min(log_v, 1, keep_dims=True) * 0.5
-    # fp32 between 128 and 256 has the grid of hi: adding and subtracting 192 rounds to it
-    hi = tl.minimum(tl.maximum((top + 192.0) - 192.0, -63.0), _MAX_HI)
+    if units is None:
+        v = v - _SMALLEST
+        coarse, fine, half, rest1 = 0.0, 0.0, 0.0, 1.0
+    else:
+        _, coarse, fine, _, half, rest1 = units
+    # NaN where v is 0, and hence below 0 now: maximum and minimum pass over it, and at the end it becomes code 0
+    log_v = device.log2(v)
+    top = tl.max(log_v, 1, keep_dims=True) * 0.5 + half
+    bottom = tl.min(log_v, 1, keep_dims=True) * 0.5 + half
+    # fp32 between 128 and 256 has the grid of hi: adding and subtracting 192 rounds to it. In units, what decodes next must be finite, too.
+    hi = tl.minimum(tl.maximum((top + 192.0) - 192.0, -63.0), _MAX_HI + 0.5 * coarse)
     hi = tl.where(top == top, hi, 0.0)
     lo = tl.maximum(tl.minimum(bottom, hi), hi - _MAX_OCTAVES)
     step = tl.maximum(tl.ceil((hi - lo) * (1 / (254 * _STEP_GRID)) - 0.25) * _STEP_GRID, _MIN_STEP)
 
     # c / 255, which is not below that of code 1 unless v is 0: the margin is twice the error of the quotient. A clamp to [0, 1] costs
     # nothing, and makes NaN 0.
-    below = tl.maximum(log_v - 2.0 * hi, step * (-508.0 * (1 - 2.0**-21)), propagate_nan=tl.PropagateNan.ALL)
-    y = tl.minimum(tl.maximum(below * (device.reciprocal(step) * (0.5 / 255)) + 1.0, 0.0), 1.0)
+    per_step = device.reciprocal(step) * (0.5 / 255)
+    below = tl.maximum(log_v - (2.0 * hi - coarse), step * (-508.0 * (1 - 2.0**-21)) - fine, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(tl.maximum(below * per_step + (fine * per_step + 1.0), 0.0), 1.0)
     if DITHER:
         # floor(c + 1 - theta) with theta = d + k d (1 - d) rounds up where x is above theta, which is where d is below x - k x (1 - x), but
         # for terms in k^2. theta is kept 2^-16 away from 0 and 1, so that codes 255 and 0 never round to 256 and -1. D = 1 + d.
@@ -125,10 +157,10 @@ def log_encode(planes, values, first, limit, index, time, DITHER: tl.constexpr, 
     else:
         b = y * 255.0 + device.SIGNED_MAGIC
     u = m * device.exp2((b - (device.SIGNED_MAGIC + 255.0)) * -step - hi)
-    umax = tl.max(tl.abs(u), 1, keep_dims=True)
+    umax = tl.max(tl.abs(u), 1, keep_dims=True) * rest1
     umax = tl.minimum(tl.maximum(umax, _MIN_UMAX), _MAX_UMAX)
     bits = (umax.to(tl.int32, bitcast=True) + (0xFFF0 if DITHER else 0x8000)) & -65536
-    inverse = device.reciprocal(bits.to(tl.float32, bitcast=True) * (1 / 127))
+    inverse = device.reciprocal(bits.to(tl.float32, bitcast=True) * (1 / 127)) * rest1
     if DITHER:
         # an element that umax was rounded below would reach 128 with the largest dither
         D = device.dither(index, time, 2246822519, 1779033703, ROWS, _GROUP)
@@ -156,6 +188,7 @@ class LogCodec(Codec):
     dithers = True
     device_decode = staticmethod(log_decode)
     device_encode = staticmethod(log_encode)
+    device_units = staticmethod(log_units)
 
     def __init__(self, states: Sequence[State], dither: bool = True) -> None:
         super().__init__(states, dither)

@@ -82,6 +82,7 @@ def join(p: Tensor, c: Tensor) -> Tensor:
 
 _BITS_BY_HAND = tl.constexpr(INTERPRET)
 _UNIT = tl.constexpr(129 * 2.0**-22)  # of an 8-bit correction in the device forms for bf16, relative to 2^e
+_PLACE = tl.constexpr(2.0**-23 / (129 * 2.0**-22))  # fp32's unit in the last place, in such units
 
 
 @jit
@@ -97,20 +98,25 @@ def round_to(w, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def device_split(w, DTYPE: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`split` for one tile: (p in DTYPE, correction of BITS - 16 bits).
+def device_split(w, DTYPE: tl.constexpr, BITS: tl.constexpr, exponents=0x7F800000):  # type: ignore[no-untyped-def]
+    """`split` for one tile: (p in DTYPE, correction of BITS - 16 bits). `exponents` is that number, or one that is hidden.
 
-    With bf16 and 8 bits the unit is that of `device_join`, so that a correction may differ by one where it is far from 0; weights from
-    2^127 on get the correction 0, and those that are not finite or subnormal any.
+    With bf16 and 8 bits the unit is that of `device_join`, so that a correction may differ by one where it is far from 0; weights that
+    are subnormal get 0, and those that are not finite any.
     """
-    p = round_to(w, DTYPE)
     if tl.bfloat16 == DTYPE and BITS == 24:
-        bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        # 1 / 2^e by subtracting exponents; a correction is (w - p) 2^-e in units of _UNIT, rounded by SIGNED_MAGIC
-        inverse = (0x7F000000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
-        c = (w - bits.to(tl.float32, bitcast=True)) * inverse * (1 / _UNIT) + device.SIGNED_MAGIC
+        if device.PTX:
+            p, pf, magic = device.round_to_bf16(w, exponents)
+        else:
+            p = round_to(w, DTYPE)
+            bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
+            pf = bits.to(tl.float32, bitcast=True)
+            magic = ((bits & exponents) | 0x400000).to(tl.float32, bitcast=True)
+        # a unit is 258 units in the last place of 2^e: the sum with 1.5 * 2^e, rounded, has in its low byte how many there are
+        c = tl.fma(w - pf, _PLACE, magic)
         correction = c.to(tl.int32, bitcast=True).to(tl.int8)
     else:
+        p = round_to(w, DTYPE)
         pf = p.to(tl.float32)
         _, twice_inverse = _power(pf, DTYPE)
         x = (w - pf) * twice_inverse * (1024.0 if tl.float16 == DTYPE else 128.0)

@@ -58,6 +58,8 @@ def page_kernel(  # type: ignore[no-untyped-def]
     DECODE: tl.constexpr,
     ENCODE: tl.constexpr,
     TABLES: tl.constexpr,  # None where the codec has none
+    UNITS: tl.constexpr,  # None where the codec knows no units
+    BETAS: tl.constexpr,  # None where the rule is not one of averages; else, with UNITS, RULE takes states as sums
     SETTLE: tl.constexpr,  # None where errors of rounding are not fed back
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
@@ -95,6 +97,9 @@ def page_kernel(  # type: ignore[no-untyped-def]
     if tables_ptr is not None:
         planes = planes + (TABLES(tl.load(tables_ptr + segment).to(tl.pointer_type(tl.float16))),)  # noqa: RUF005
 
+    exponents = device.hidden(0x7F800000, block)
+    if UNITS is not None:
+        planes = planes + (UNITS(hyper, BETAS),)  # noqa: RUF005
     scale = None
     if inv_scale_ptr is not None:
         scale = tl.load(inv_scale_ptr)
@@ -115,18 +120,18 @@ def page_kernel(  # type: ignore[no-untyped-def]
                 lane += LANES
                 turns = turns >> 1
             tl.debug_barrier()  # threads read what others wrote
-        grad = tl.load(g + device.offsets(TILE // GROUP, GROUP)).to(tl.float32)
+        grad = device.widen(tl.load(g + device.offsets(TILE // GROUP, GROUP)))
         if scale is not None:
             grad = grad * scale
         weight = _read(p, correction_ptr, first + at, left, MASTER_BITS, TILE // GROUP, GROUP)
         states, weight = RULE(DECODE(planes, first + at, left, TILE // GROUP), weight, grad, hyper)
         if SETTLE is None:
-            _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP)
+            _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP, exponents)
             ENCODE(planes, states, first + at, left, index + at, step, DITHER, TILE // GROUP)
         else:
             lost = ENCODE(planes, states, first + at, left, index + at, step, DITHER, TILE // GROUP)
             weight = SETTLE(states, lost, weight, hyper, step)
-            _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP)
+            _write(p, correction_ptr, weight, first + at, left, PARAM, MASTER_BITS, TILE // GROUP, GROUP, exponents)
         if left < wide:
             tl.debug_barrier()
             lane = tl.arange(0, LANES)
@@ -159,12 +164,13 @@ def _write(  # type: ignore[no-untyped-def]
     MASTER_BITS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    exponents,
 ):
     """Store the master weights of one tile."""
     if MASTER_BITS == 0:
         param = weight_split.round_to(weight, PARAM)
     else:
-        param, correction = weight_split.device_split(weight, PARAM, MASTER_BITS)
+        param, correction = weight_split.device_split(weight, PARAM, MASTER_BITS, exponents)
         device.store(correction_ptr, correction, first, limit, ROWS, GROUP)
     tl.store(param_ptr + device.offsets(ROWS, GROUP), param)
 
@@ -229,11 +235,14 @@ def _launch(planes: Sequence[Tensor], segments: Segments, fmt: Format, inv_scale
 
 def specialize(fmt: Format, param: torch.dtype, grad: torch.dtype) -> dict[str, Any]:
     """Everything that the kernel is compiled for besides the types of its pointers: compile-time arguments and launch options."""
+    units, betas = fmt.codec.device_units, fmt.rule.device_betas
     return {
-        "RULE": fmt.rule.device,
+        "RULE": fmt.rule.device if units is None or betas is None else fmt.rule.device_sums,
         "DECODE": fmt.codec.device_decode,
         "ENCODE": fmt.codec.device_encode,
         "TABLES": fmt.codec.device_tables,
+        "UNITS": units,
+        "BETAS": betas,
         "SETTLE": fmt.rule.device_settle if fmt.codec.feeds_back else None,
         "PARAM": getattr(tl, _FLOATS[param]),
         "GRAD": getattr(tl, _FLOATS[grad]),
@@ -245,8 +254,9 @@ def specialize(fmt: Format, param: torch.dtype, grad: torch.dtype) -> dict[str, 
         "LANES": LANES,
         "ROW": ROW,
         "num_warps": NUM_WARPS,
-        # where few registers are needed, NVIDIA's assembler for sm_100 aims at so few that it spills
-        **({"maxnreg": 168} if device.PTX.value and len(fmt.rule.states) < 2 else {}),
+        # left to itself, NVIDIA's assembler aims at so few registers here that it spills, or makes the same constants again and again;
+        # 12 warps of 16 elements a thread keep a processor busy
+        **({"maxnreg": 168} if device.PTX.value and (units is not None or len(fmt.rule.states) < 2) else {}),
         **_triton.LAUNCH,
     }
 

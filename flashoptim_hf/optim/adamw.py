@@ -98,6 +98,23 @@ def adamw_device(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
     return (m, v), weight - (lr * weight_decay) * weight - (lr * rate) * update
 
 
+@jit
+def betas_device(hyper):  # type: ignore[no-untyped-def]
+    """See `UpdateRule.device_betas`."""
+    return hyper[2], hyper[3], hyper[4], hyper[5]
+
+
+@jit
+def sums_device(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
+    """`adamw_device` for states as sums; see `UpdateRule.device_sums`. The root is taken of |v|, since v is below 0 where there is none."""
+    lr, weight_decay, _, beta1_rest, _, beta2_rest, rate, eps = hyper
+    m = tl.fma(states[0], states[2], grad)
+    v = tl.fma(grad, grad, states[1])
+    root = device.rsqrt(beta2_rest)
+    update = m * device.reciprocal(device.sqrt_abs(v) + tl.maximum(eps, 1e-19) * root)
+    return (m, v), weight - (lr * weight_decay) * weight - (lr * rate * beta1_rest * root) * update
+
+
 RULE = UpdateRule(
     name="adamw",
     states=(State("exp_avg", signed=True), State("exp_avg_sq", signed=False)),
@@ -105,6 +122,8 @@ RULE = UpdateRule(
     scalars=scalars,
     eager=adamw_eager,
     device=adamw_device,
+    device_betas=betas_device,
+    device_sums=sums_device,
     settle=settle,
     device_settle=settle_device,
 )

@@ -74,11 +74,27 @@ def test_bytes_become_floats_exactly() -> None:
         assert torch.equal(apply(device.int8_times, codes, torch.full((256,), scale)), expected)
 
 
-def test_lattice_counts_down_from_255_and_knows_zero() -> None:
-    codes = every(torch.uint8)
-    expected = (codes.float() - 255) / 64
+@pytest.mark.parametrize("top", [-255 / 64, -3.9843, 0.25])
+def test_lattice_counts_from_the_top_and_knows_zero(top: float) -> None:
+    codes, top = every(torch.uint8), torch.full((256,), top)
+    expected = (codes.double() / 64 + top).float()
     expected[0] = -float("inf")
-    assert torch.equal(apply(device.lattice, codes), expected)
+    assert torch.equal(apply(device.lattice, codes, top), expected)
+
+
+def test_what_is_hidden_or_widened_stays_as_it_is() -> None:
+    exponents, blocks = torch.full((64,), 0x7F800000), torch.full((64,), 4096)
+    assert torch.equal(apply(device.hidden, exponents, blocks, dtype=torch.int32), exponents.int())
+    x = every(torch.bfloat16)
+    assert torch.equal(apply(device.widen, x).view(torch.int32), x.float().view(torch.int32))
+    x = every(torch.float16)
+    x = torch.where(x.isnan(), 1, x)
+    assert torch.equal(apply(device.widen, x), x.float())
+
+
+def test_the_root_of_a_magnitude() -> None:
+    x = torch.linspace(-2, 2, 64)
+    torch.testing.assert_close(apply(device.sqrt_abs, x), x.abs().sqrt(), rtol=2.0**-22, atol=0)
 
 
 def test_floor_magic_leaves_the_floor_in_the_low_byte() -> None:
@@ -150,9 +166,8 @@ def test_join_stays_with_what_rounds_to_the_weight(dtype: torch.dtype, c: int) -
     again, moved = torch.empty(len(w), dtype=dtype), torch.empty(len(w), dtype=torch.int8)
     _split[(1,)](w, again, moved, DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype], BITS=24, ROWS=len(w) // 64)
     assert torch.equal(again, p)
-    # a correction that reached too far below a power of two is cut back once; all others stay, up to 2^127
+    # a correction that reached too far below a power of two is cut back once; all others stay
     usual = (p.view(torch.int16) & (0x7F if dtype == torch.bfloat16 else 0x3FF)) != 0
-    usual &= p.float().abs() < 2.0**127
     assert torch.equal(moved[usual], corrections[usual])
     w = apply(weight_split.device_join, p, moved)
     _split[(1,)](w, again, corrections, DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype], BITS=24, ROWS=len(w) // 64)

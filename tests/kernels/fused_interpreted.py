@@ -478,6 +478,45 @@ def test_zeros_stay_zero_and_gradients_may_be_any_size() -> None:
         assert (plane[s.start : s.start + 4096][::3] == 0).all()
 
 
+def test_log_serves_a_rule_that_knows_no_units() -> None:
+    start = page((65, 1024))
+    start.fmt = replace(start.fmt, rule=replace(RULE, device_betas=None, device_sums=None))
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_same_log_states(fast, slow)
+
+
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.0, 0.999), (0.9, 0.0), (0.5, 0.3), (0.999, 0.99999)])
+def test_betas_equal_eager(betas: tuple[float, float]) -> None:
+    start = page((577, 1024), dtype=FP32, bits=0)
+    for segment in start.segments:
+        segment.grad = torch.where(segment.grad == 0, 1e-3, segment.grad)
+        segment.hyper = (1e-3, *RULE.scalars({"betas": betas, "eps": 1e-8, "weight_decay": 0.01}, 4))
+    fast, slow = both(start)
+    assert_same_weights(fast, slow, start)
+    assert_same_log_states(fast, slow)
+
+
+def test_second_moments_beyond_its_units_are_cut_off_and_come_back() -> None:
+    """v / (1 - beta2) overflows: it is stored as the largest that does not, and decays from there."""
+    start = page((512,), dtype=FP32, bits=0, warm=0)
+    (s,) = start.segments
+    s.grad = torch.full((512,), 2.0**60)
+    s.hyper = (1e-3, *RULE.scalars({"betas": (0.9, 0.0), "eps": 1e-8, "weight_decay": 0.0}, 1))
+    fused.update_page(start.planes, start.segments, start.fmt)
+    before, found = start.params[0].clone(), []
+    for step in (2, 3, 4):
+        s.grad, s.step, s.hyper = torch.zeros(512), step, hyper(step)
+        fused.update_page(start.planes, start.segments, start.fmt)
+        m, v = start.fmt.codec.decode([p[s.start // g :] for p, g in zip(start.planes, (1, 1, 64, 64, 64), strict=True)], 512)
+        assert m.isfinite().all()
+        found.append(v)
+    assert 2.0**117 < found[0].min() <= found[0].max() < 2.0**119
+    torch.testing.assert_close(found[2], found[1] * 0.999, rtol=1.2e-2, atol=0)
+    assert start.params[0].isfinite().all()
+    assert not torch.equal(start.params[0], before)
+
+
 @jit
 def _plain_sgd(states, weight, grad, hyper):  # type: ignore[no-untyped-def]
     return states, weight - hyper[0] * grad.to(tl.float32)

@@ -1,6 +1,6 @@
 """A model of one warp that runs PTX: what was compiled for a GPU that is not there, on tensors in this machine's memory.
 
-It knows the instructions that `page_kernel` is compiled to where threads exchange nothing through shared memory. All threads run in step,
+It knows the instructions that `page_kernel` is compiled to. All threads run in step,
 and a branch that they do not take together is an error: a warp that passes here has all of its threads in place wherever one reads
 another's register. Special functions are exact but for their rounding to fp32.
 """
@@ -11,16 +11,20 @@ import ctypes
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
 
+from flashoptim_hf._triton import triton
+from flashoptim_hf.bench import kernels
+
 LANE = np.arange(32, dtype=np.uint32)
-WIDTHS = {"%rd": np.uint64, "%rs": np.uint16, "%p": np.bool_}
+WIDTHS = {"%rd": np.uint64, "%rs": np.uint16, "%p": np.bool_, "q": np.bool_}
 INTEGERS = {
     f"{kind}{bits}": np.dtype(f"{form}{bits // 8}") for kind, form in (("s", "i"), ("u", "u"), ("b", "u")) for bits in (8, 16, 32, 64)
 }
-_STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_STATEMENT = re.compile(r"(?:@(!?)(%p\d+|q)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 
 
 def f32(x: np.ndarray) -> np.ndarray:
@@ -72,16 +76,26 @@ FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "div.full.f32": np.divide,
     "min.f32": np.fmin,
     "max.f32": np.fmax,
+    "max.NaN.f32": np.maximum,
     "neg.f32": np.negative,
     "abs.f32": np.abs,
     "ex2.approx.ftz.f32": lambda a: flushed(np.exp2(flushed(a).astype(np.float64)).astype(np.float32)),
     "lg2.approx.ftz.f32": lambda a: np.log2(flushed(a)),
     "rcp.approx.ftz.f32": lambda a: flushed(1 / flushed(a)),
     "sqrt.approx.ftz.f32": lambda a: np.sqrt(flushed(a)),
+    "rsqrt.approx.ftz.f32": lambda a: (1 / np.sqrt(flushed(a).astype(np.float64))).astype(np.float32),
     "cvt.rmi.ftz.f32.f32": lambda a: np.floor(flushed(a)),
     "cvt.rpi.ftz.f32.f32": lambda a: np.ceil(flushed(a)),
 }
-COMPARE = {"le": np.less_equal, "lt": np.less, "ge": np.greater_equal, "gt": np.greater, "eq": np.equal, "ne": np.not_equal}
+COMPARE = {
+    "le": np.less_equal,
+    "lt": np.less,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "num": lambda a, b: ~np.isnan(a + b),
+}
 WHOLE: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -119,6 +133,7 @@ class Warp:
         self.labels = {part[:-1]: i for i, part in enumerate(self.code) if part.endswith(":")}
         self.params = [p.data_ptr() if isinstance(p, Tensor) else p for p in params]
         self.registers: dict[str, np.ndarray] = {}
+        self.shared = np.zeros(1 << 16, np.uint8)
         self.program, self.steps = program, 0
 
     def run(self) -> int:
@@ -156,12 +171,19 @@ class Warp:
             )
         if operand.startswith("0f"):
             return np.full(32, int(operand[2:], 16), np.uint32).view(dtype)
-        special = {"%laneid": LANE, "%tid.x": LANE, "%ctaid.x": np.full(32, self.program, np.uint32)}
+        special = {
+            "global_smem": np.zeros(32, np.uint32),
+            "%laneid": LANE,
+            "%tid.x": LANE,
+            "%ctaid.x": np.full(32, self.program, np.uint32),
+        }
         if operand in special:
             return special[operand].astype(dtype)
         return np.full(32, int(operand.rstrip("U"), 0) & (1 << 64) - 1, np.uint64).astype(dtype)
 
     def write(self, name: str, value: np.ndarray) -> None:
+        if name == "_":
+            return
         width = WIDTHS.get(re.match(r"%?[a-z]+", name)[0], np.uint32)  # type: ignore[index]
         value = np.asarray(value)
         if value.dtype.kind == "f":
@@ -175,8 +197,10 @@ class Warp:
         kind = name.rsplit(".", 1)[1] if "." in name else ""
         if name.startswith(("ld.global", "st.global")):
             self.move(name, operands, active)
-        elif name in ("bar.sync",):
+        elif name.startswith("bar."):
             pass
+        elif ".shared" in name:
+            self.exchange(name, operands)
         elif name.startswith("ld.param"):
             self.write(target, np.full(32, self.params[int(re.search(r"(\d+)\]", sources[0])[1])], np.uint64))  # type: ignore[index]
         elif name in FLOATS:
@@ -198,6 +222,13 @@ class Warp:
             low, high, count = (self.read(x) for x in sources)
             pair, count = funnel(low, high), (count & 31).astype(np.uint64)
             self.write(target, pair >> count & np.uint64(0xFFFFFFFF) if ".r." in name else (pair << count) >> np.uint64(32))
+        elif name == "lop3.b32":
+            a, b, c, function = (self.read(x) for x in sources)
+            found = np.zeros(32, np.uint32)
+            for place in range(8):
+                terms = [x if place >> (2 - i) & 1 else ~x for i, x in enumerate((a, b, c))]
+                found |= np.where(function >> place & 1, terms[0] & terms[1] & terms[2], 0).astype(np.uint32)
+            self.write(target, found)
         elif name == "prmt.b32":
             self.write(target, prmt(*(self.read(x) for x in sources)))
         elif name.startswith("mov"):
@@ -261,6 +292,33 @@ class Warp:
                 values = self.read(one, dtype)
                 for lane in np.flatnonzero(active):
                     ctypes.memmove(int(at[lane]) + i * dtype.itemsize, values[lane].tobytes(), dtype.itemsize)
+
+    def exchange(self, name: str, operands: list[str]) -> None:
+        """Words of four registers to shared memory, and matrices of 8 rows of 16 bytes, whose addresses four times 8 threads hold, back."""
+        place, value = operands if name.startswith("st") else operands[::-1]
+        names = [x.strip() for x in value.strip("<> ").split(",")]
+        at = self.read(place.strip("[] ")).astype(np.int64)
+        assert name in ("st.shared.v4.b32", "ldmatrix.sync.aligned.m8n8.x4.shared.b16")
+        for i, one in enumerate(names):
+            if name.startswith("st"):
+                self.shared[at[:, None] + 4 * i + np.arange(4)] = self.read(one)[:, None].view(np.uint8)
+            else:
+                rows = at[8 * i + LANE // 4, None] + 4 * (LANE[:, None] % 4) + np.arange(4)
+                self.write(one, self.shared[rows].view(np.uint32)[:, 0])
+
+
+def compiled(variant: kernels.Variant, arch: int = 90) -> Launcher:
+    """What runs the kernel of a variant, with `skip`, as it was compiled."""
+    found = []
+
+    def compile_(*args: Any, **options: Any) -> Any:
+        found.append(original(*args, **options))
+        return found[-1]
+
+    original = triton.compile
+    with patch.object(triton, "compile", compile_):
+        kernels.compile_variant(variant, arch)
+    return Launcher(found[0].asm["ptx"])
 
 
 class Launcher:

@@ -21,7 +21,7 @@ ELEMENTS = fused.TILE // (32 * fused.NUM_WARPS)
 HEADLINE = {variant.name: variant for variant in kernels.headline()}
 
 # (instructions, of them on the special-function pipe) per parameter on sm_90: everything in the binary
-TARGETS = {"adamw/log/bf16+24": (85, 7), "adamw/log/fp32": (70, 7)}
+TARGETS = {"adamw/log/bf16+24": (75, 6), "adamw/log/fp32": (60, 6)}
 
 
 def others() -> list[kernels.Variant]:
@@ -45,7 +45,7 @@ OTHERS = {variant.name: variant for variant in others()}
 def assert_sound(binary: sass.Binary, variant: kernels.Variant) -> None:
     assert binary.stack_bytes == 0
     assert not any(instruction.opcode in ("LDL", "STL") for instruction in binary.instructions)
-    assert binary.registers <= (184 if variant.format.codec.feeds_back else 168)  # 11 or 12 warps on a processor
+    assert binary.registers <= (200 if variant.format.codec.feeds_back else 168)  # 10 or 12 warps on a processor
     loaded, stored = (ELEMENTS * nbytes for nbytes in variant.element_bytes)
     assert binary.narrowest("LDG", loaded) >= 64
     assert binary.narrowest("STG", stored) >= 64

@@ -11,11 +11,10 @@ from tests.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 
-from flashoptim_hf._triton import triton
 from flashoptim_hf.bench import kernels, sass
 from flashoptim_hf.kernels import eager, fused
 from tests.kernels import learned_interpreted as cases
-from tests.kernels.ptx import Launcher
+from tests.kernels.ptx import compiled
 
 CASES = Path(__file__).with_name("learned_interpreted.py")
 
@@ -27,11 +26,7 @@ def test_the_fused_kernel_equals_the_eager_path() -> None:
 @pytest.mark.parametrize("dither", [True, False], ids=["dither", "nearest"])
 def test_what_is_compiled_equals_the_eager_path(dither: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables in the registers of a warp are what Triton's interpreter does not know."""
-    found, compile_ = [], triton.compile
-    with monkeypatch.context() as patch:
-        patch.setattr(triton, "compile", lambda *args, **options: found.append(made := compile_(*args, **options)) or made)
-        kernels.compile_variant(kernels.Variant(kernels.rules()["adamw"], "learned", torch.bfloat16, 24, dither), 90)
-    launcher = Launcher(found[0].asm["ptx"])
+    launcher = compiled(kernels.Variant(kernels.rules()["adamw"], "learned", torch.bfloat16, 24, dither))
     start = cases.taught((33, 512, 577), dtype=torch.bfloat16, bits=24, dither=dither)
     fast, slow = start.clone(), start.clone()
     with monkeypatch.context() as patch:
