@@ -6,8 +6,8 @@ typedef void (*run_groups)(const segment *, const hyper *, const planes *, const
 static int64_t groups_of(const segment *s) { return (s->numel + GROUP - 1) / GROUP; }
 static int64_t tasks_of(const segment *s) { return (groups_of(s) + TASK - 1) / TASK; }
 
-/* Some of the tasks that nobody has taken, [result, *last): many at first, and in the end one by one, so that threads finish together though cores are
- * not equally fast and have other things to do. None are left where the two are equal. */
+/* Some of the tasks that nobody has taken, [result, *last): many at first, and in the end one by one, so that threads finish together though cores
+ * are not equally fast and have other things to do. None are left where the two are equal. */
 static int64_t take_tasks(int64_t *taken, int64_t tasks, int threads, int64_t *last) {
     int64_t first;
     #pragma omp critical(take_tasks)
