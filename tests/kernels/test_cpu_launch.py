@@ -12,7 +12,6 @@ from flashoptim_hf.errors import UnsupportedError
 from flashoptim_hf.kernels import cpu
 from flashoptim_hf.kernels.rule import Format, Segments
 from flashoptim_hf.optim.adamw import RULE
-
 from tests.kernels.test_cpu import Page, fmt
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the compiled library was not built: no C compiler")
