@@ -76,8 +76,10 @@ def store_as_groups_say(optimizer: FlashOptimizer) -> None:
 
 
 @torch.no_grad()
-def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with every tensor a copy of its own on the CPU, which shares memory with no other."""
+def copied(values: Any) -> Any:
+    """The values of a dictionary with every tensor a copy of its own on the CPU, which shares memory with no other; a copy of all else."""
+    if not isinstance(values, Mapping):
+        return deepcopy(values)  # under another key than a parameter, which is the user's
     return {
         name: torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value) if isinstance(value, Tensor) else deepcopy(value)
         for name, value in values.items()
@@ -123,8 +125,8 @@ def load(optimizer: FlashOptimizer, state_dict: dict[str, Any]) -> None:
         after(optimizer)
 
 
-def adopt(optimizer: FlashOptimizer, values: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Copy the state of the optimizer's own parameters, as `__getstate__` left it, into fresh planes."""
+def adopt(optimizer: FlashOptimizer, values: Mapping[Any, Any]) -> None:
+    """Copy the state of the optimizer's own parameters, as `__getstate__` left it, into fresh planes. What is the user's goes along."""
     groups = {param: group for group in optimizer.param_groups for param in group["params"]}
     incoming = {
         param: _Incoming(optimizer, param, "parameter", state, groups[param])
@@ -132,6 +134,7 @@ def adopt(optimizer: FlashOptimizer, values: Mapping[Tensor, dict[str, Any]]) ->
         if param in groups and state
     }
     _replace_state(optimizer, incoming)
+    optimizer.state.update({key: value for key, value in values.items() if not isinstance(key, Tensor)})
 
 
 class _Incoming:

@@ -7,7 +7,7 @@ costs a few array operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -188,11 +188,14 @@ def _misfit(grad: Tensor, param: Tensor) -> UnsupportedError:
 
 
 class _Entries:
-    """What stands in the optimizer's `state`, and whether it is still that: an entry that was taken out or emptied by hand is a wish."""
+    """What stands in the optimizer's `state`, and whether it is still that: an entry that was taken out or emptied by hand is a wish.
+
+    Entries of other keys than parameters are the user's, and may be anything.
+    """
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self._keys, self._values = list(state), list(state.values())
-        self._sizes = np.fromiter(map(len, self._values), dtype=np.int64, count=len(self._values))
+        self._sizes = np.fromiter(map(_size, self._values), dtype=np.int64, count=len(self._values))
         self._by = reader() if all(isinstance(part, dict) for part in (state, *self._values)) else None
 
     def stand(self, state: dict[Any, Any]) -> bool:
@@ -203,8 +206,12 @@ class _Entries:
             len(state) == len(self._keys)
             and all(map(is_, state, self._keys))
             and all(map(is_, state.values(), self._values))
-            and list(map(len, self._values)) == self._sizes.tolist()
+            and list(map(_size, self._values)) == self._sizes.tolist()
         )
+
+
+def _size(entry: Any) -> int:
+    return len(entry) if isinstance(entry, Mapping) else 0
 
 
 class StepPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import pickle
 import random
 import warnings
 import weakref
@@ -560,3 +561,24 @@ def test_zeros_that_torch_does_not_write_out_are_zeros(options: dict[str, Any], 
             optimizer.step()
         results.append(as_bits([param.detach() for param in params]))
     assert results[0] == results[1]
+
+
+@pytest.mark.usefixtures("likeness")
+@pytest.mark.parametrize("entry", [5, None, torch.ones(3), torch.tensor(1.0), {"a": 1}], ids=["int", "none", "tensor", "number", "dict"])
+def test_other_entries_of_state_are_the_users(entry: Any) -> None:
+    param = nn.Parameter(torch.ones(70))
+    optimizer = FlashAdamW([param])
+    plans = []
+    for step in range(4):
+        param.grad = torch.ones_like(param)
+        if step == 1:
+            optimizer.state["note"] = entry
+        optimizer.step()
+        plans.append(optimizer._plan)
+    assert plans[1] is plans[2] is plans[3]
+    assert optimizer.state["note"] is entry
+    assert "note" in optimizer.state_dict()["state"]
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert torch.equal(again.state["note"], entry) if isinstance(entry, Tensor) else again.state["note"] == entry
+    again.param_groups[0]["params"][0].grad = torch.ones_like(param)
+    again.step()
