@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from functools import cache
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,6 +66,13 @@ def kernel_for(device: torch.device, name: str = "auto") -> Kernel:
             raise UnsupportedError(f"kernel='cpu' needs parameters on the CPU; these are on {device}. Use kernel='auto'.")
         return cpu.update_page
     return _automatic(device.type)
+
+
+def launch(kernel: Kernel, planes: tuple[Tensor, ...], segments: Segments, fmt: Format, **options: Any) -> Callable[[], None]:
+    """The kernel's call as a function without arguments, with as much of the work done before as the kernel can."""
+    if kernel is cpu.update_page or (kernel is _compiled_or_eager and cpu.supports(fmt)):
+        return cpu.launch(planes, segments, fmt, **options)
+    return partial(kernel, planes, segments, fmt, **options)
 
 
 def look_for(device: torch.device, name: str = "auto") -> Look | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -363,7 +362,7 @@ class FlashOptimizer(Optimizer):
                     work = works[id(page)]
                     segments = plan.segments(work)
                     launch = self._learning.around(
-                        partial(kernel, planes, segments, work.pool.fmt, **options), work, planes, engine.backend
+                        select.launch(kernel, planes, segments, work.pool.fmt, **options), work, planes, engine.backend
                     )
                     return self._health.around(launch, work, planes, segments, engine.backend, **options)
 

@@ -44,6 +44,28 @@ def test_resident_stores_and_the_host_agree(expected):
     assert torch.equal(World(HostBackend(), paged=False).train(), expected)
 
 
+@pytest.mark.parametrize("paged", [True, False])
+def test_on_the_host_every_page_is_prepared_before_the_first_kernel(paged):
+    """And where one cannot be prepared, none has changed."""
+    world = World(HostBackend(), paged=paged)
+    count, plain, events = len(world.store.pages), world.update, []
+
+    def update(page, planes):
+        if len(events) == 2 and events[0] == "fails":
+            raise ZeroDivisionError
+        kernel = plain(page, planes)
+        events.append("prepared")
+        return lambda: (events.append("ran"), kernel())
+
+    world.engine.run(world.store.pages, update)
+    assert events == ["prepared"] * count + ["ran"] * count
+    events[:], before = ["fails"], world.content()
+    with pytest.raises(ZeroDivisionError):
+        world.engine.run(world.store.pages, update)
+    assert "ran" not in events
+    assert torch.equal(world.content(), before)
+
+
 # ---------------------------------------------------------------------- and not without any of the waits
 
 
