@@ -27,6 +27,8 @@ from .layout import PLAIN, local
 _grad_of, _dtype_of = attrgetter("grad"), attrgetter("dtype")
 _READABLE = frozenset(DTYPE_CODE)
 _PLAIN = frozenset(PLAIN)
+_WITHOUT_ADDRESSES = ("meta", "xla", "lazy")
+"""Devices where no tensor has an address; they are refused by name, as all that are not served."""
 
 
 def all_plain(tensors: Sequence[Tensor]) -> bool:
@@ -45,7 +47,7 @@ def check_memory(tensor: Tensor, what: str) -> None:
     Raises:
         UnsupportedError: names `what` it is.
     """
-    if tensor.numel() and not tensor.data_ptr():
+    if tensor.numel() and not tensor.data_ptr() and tensor.device.type not in _WITHOUT_ADDRESSES:
         raise UnsupportedError(
             f"{what} of shape {tuple(tensor.shape)} and class {type(tensor).__name__} has no memory: its storage was resized to 0, or it "
             "only wraps the tensors that have some. Call step() when weights and gradients are there as plain tensors."
