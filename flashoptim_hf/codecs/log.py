@@ -52,6 +52,7 @@ MCODE_DITHER = (2246822519, 1779033703)
 _GROUP, _MAX_OCTAVES, _MIN_STEP, _LN2 = (tl.constexpr(value) for value in (GROUP, MAX_OCTAVES, MIN_STEP, LN2))
 _STEP_GRID, _MAX_HI, _MIN_UMAX = (tl.constexpr(value) for value in (STEP_GRID, MAX_HI, MIN_UMAX))
 _MAX_UMAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
+_LOG2_E = tl.constexpr(1 / LN2)
 _LEAST_BETA = tl.constexpr(2.0**-40)
 _SMALLEST = tl.constexpr(2.0**-126)
 _SHRINK = tl.constexpr(1 - 2.0**-15)
@@ -94,10 +95,13 @@ def log_units(hyper, BETAS: tl.constexpr):  # type: ignore[no-untyped-def]
         beta1, rest1, beta2, rest2 = BETAS(hyper)
         beta2 = tl.maximum(beta2, _LEAST_BETA)
         octaves = device.log2(rest2)
+        # log2 is right to 2^-22, which near 1 would be a thousandth of 1 - beta2
+        series = rest2 * (rest2 * (rest2 * (-_LOG2_E / 3) - _LOG2_E / 2) - _LOG2_E)
+        decay = tl.where(rest2 < 0.0078125, series, device.log2(beta2))
         coarse = (octaves + 384.0) - 384.0  # on the grid of 2 hi, which fp32 has between 256 and 512
         fine = octaves - coarse
         scale = beta1 * (1 / 127) * device.sqrt(rest2 * device.reciprocal(rest1 * rest1 * beta2))
-        units = scale, coarse, fine, (device.log2(beta2) - fine) * (0.5 / 64), octaves * 0.5, rest1
+        units = scale, coarse, fine, (decay - fine) * (0.5 / 64), octaves * 0.5, rest1
     return units
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from flashoptim_hf import _triton
 from flashoptim_hf._triton import jit, tl
-from flashoptim_hf.codecs import weight_split
+from flashoptim_hf.codecs import device, weight_split
 from flashoptim_hf.codecs.base import ALIGN, get_codec, weyl
-from flashoptim_hf.codecs.log import CODE_DITHER, MCODE_DITHER
+from flashoptim_hf.codecs.log import CODE_DITHER, MCODE_DITHER, log_decode, log_units
 from flashoptim_hf.errors import ConfigurationError
 from flashoptim_hf.kernels import eager, fused
 from flashoptim_hf.kernels.rule import Format, Segment, Segments
@@ -483,6 +483,51 @@ def test_log_serves_a_rule_that_knows_no_units() -> None:
     start.fmt = replace(start.fmt, rule=replace(RULE, device_betas=None, device_sums=None))
     fast, slow = both(start)
     assert_same_weights(fast, slow, start)
+    assert_same_log_states(fast, slow)
+
+
+@jit
+def _decoded(planes, hyper_ptr, m_ptr, v_ptr, BETAS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    hyper = (tl.load(hyper_ptr),)
+    for i in tl.static_range(1, 8):
+        hyper = hyper + (tl.load(hyper_ptr + i),)  # noqa: RUF005
+    m, v, scale = log_decode(planes + (log_units(hyper, BETAS),), tl.program_id(0).to(tl.int64), ROWS * 64, ROWS)  # noqa: RUF005
+    device.store(m_ptr, m * scale, 0, ROWS * 64, ROWS, 64)
+    device.store(v_ptr, v, 0, ROWS * 64, ROWS, 64)
+
+
+@pytest.mark.parametrize("beta2", [0.99, 0.999, 0.9999, 0.99999])
+def test_units_lose_nothing_that_steps_would_add_up(beta2: float) -> None:
+    """What decodes is off on average by less than a thousandth of 1 - beta2, or what fp32 makes of beta2, whatever the exponents are."""
+    numel, gen = 1 << 16, torch.Generator().manual_seed(0)
+    code, mcode = torch.randint(1, 256, (numel,), generator=gen), torch.randint(-127, 128, (numel,), generator=gen)
+    hi = torch.randint(-(20 << 16), 4 << 16, (numel // 64,), generator=gen) * 2.0**-16
+    step, umax = (
+        torch.randint(1 << 14, 1 << 17, (numel // 64,), generator=gen) * 2.0**-22,
+        torch.rand(numel // 64, generator=gen).bfloat16(),
+    )
+    scalars = torch.tensor((1e-3, *RULE.scalars({"betas": (0.9, beta2), "eps": 1e-8, "weight_decay": 0.0}, 9)))
+    m, v = torch.empty(numel), torch.empty(numel)
+    planes = (mcode.to(torch.int8), code.to(torch.uint8), hi, step, umax)
+    _decoded[(1,)](planes, scalars, m, v, BETAS=RULE.device_betas, ROWS=numel // 64)
+    _, _, beta1, rest1, beta, rest, *_ = scalars.double().tolist()
+    r = torch.exp2(hi.double()[:, None] - (255 - code.view(-1, 64)) * step.double()[:, None])
+    # what the logarithm itself is off by is the same where values are encoded
+    unit = 2.0 ** float(np.log2(np.float32(rest)))
+    error = v.double().view(-1, 64) / (r * r * beta / unit) - 1
+    assert error.abs().max() < 4e-6
+    assert error.mean().abs() < max(1e-3 * (1 - beta2), 2e-8)
+    exact = mcode.view(-1, 64) * umax.double()[:, None] / 127 * r * beta1 / rest1
+    assert ((m.double().view(-1, 64) - exact).abs() <= 2e-6 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("beta2", [0.9069, 0.9819])
+def test_narrow_groups_in_units_equal_eager(beta2: float) -> None:
+    """With the smallest step, what log2 (1 - beta2) is off its grid is most of a thousandth of a code."""
+    start = page((1 << 13,), dtype=FP32, bits=0, spread=0.1)
+    start.segments[0].hyper = (1e-3, *RULE.scalars({"betas": (0.9, beta2), "eps": 1e-8, "weight_decay": 0.0}, 4))
+    fast, slow = both(start)
+    assert (fast.planes[1] != slow.planes[1]).float().mean() <= 5e-4
     assert_same_log_states(fast, slow)
 
 
