@@ -72,6 +72,10 @@ class Guard:
         Raises:
             FloatingPointError: policy "raise" and a gradient that is not finite.
         """
+        if self.policy != "off" and found_inf is None and not gradients.roster.sharded:
+            spans = gradients.by_device()
+            if len(spans) == 1 and known_at_once(spans[0][0]) and self._in_c(spans[0][0]):
+                return self._decide(_any_too_large(spans[0][1]))  # no tensor is made for what is known here
         flags = self.look(gradients) if self.policy != "off" else {}
         if found_inf is not None:
             home = found_inf.device
@@ -85,16 +89,20 @@ class Guard:
         if len(flags) > 1:
             flags = {device: torch.stack([flag.to(device, non_blocking=True) for flag in flags.values()]).amax() for device in flags}
         if self.policy == "raise" or all(known_at_once(device) for device in flags):
-            if not any(bool(flag) for flag in flags.values()):
-                return Verdict()
-            if self.policy == "raise":
-                raise FloatingPointError(
-                    "a gradient holds NaN, infinity or a number above 4e18; weights and optimizer state are unchanged. With "
-                    "nonfinite='skip' such steps are left out."
-                )
-            self.count_one()
-            return Verdict(skip=True)
+            return self._decide(any(bool(flag) for flag in flags.values()))
         return Verdict(flags=flags)
+
+    def _decide(self, found: bool) -> Verdict:
+        """What follows where the host knows whether a gradient is too large."""
+        if not found:
+            return Verdict()
+        if self.policy == "raise":
+            raise FloatingPointError(
+                "a gradient holds NaN, infinity or a number above 4e18; weights and optimizer state are unchanged. With "
+                "nonfinite='skip' such steps are left out."
+            )
+        self.count_one()
+        return Verdict(skip=True)
 
     def defer(self, flags: dict[torch.device, Tensor], plan: StepPlan, layout: Layout) -> None:
         """Remember a step whose flags only the device knows; `settle` finishes it."""
@@ -136,20 +144,28 @@ class Guard:
             look = select.look_for(device, self.kernel)
             if look is not None:
                 flags[device] = look(mine.addresses, mine.numels, mine.codes, device)
-            elif device.type == "cpu" and cpu.library() is not None:
-                rows = np.empty((len(mine.grads), 3), dtype=np.int64)
-                rows[:, 0], rows[:, 1], rows[:, 2] = mine.addresses, mine.numels, mine.codes
-                flags[device] = torch.tensor(float(cpu.spans_too_large(rows)), device="cpu")
+            elif self._in_c(device):
+                flags[device] = torch.tensor(float(_any_too_large(mine)), device="cpu")
             else:
                 # written so that NaN counts as too large
                 flags[device] = (~(_probe(mine.grads, device) < LIMIT)).float()
         return flags
+
+    def _in_c(self, device: torch.device) -> bool:
+        """Whether the compiled CPU path looks at the gradients there."""
+        return device.type == "cpu" and cpu.library() is not None and select.look_for(device, self.kernel) is None
 
     def count_one(self) -> None:
         """Count a step that was skipped, and say so the first time."""
         self.skipped += 1
         if self.skipped == 1:
             warnings.warn(self.notice, RuntimeWarning, stacklevel=4)
+
+
+def _any_too_large(spans: Spans) -> bool:
+    rows = np.empty((len(spans.grads), 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = spans.addresses, spans.numels, spans.codes
+    return cpu.spans_too_large(rows)
 
 
 def _probe(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
