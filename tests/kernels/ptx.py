@@ -14,10 +14,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flashoptim_hf._triton import triton
 from flashoptim_hf.bench import kernels
+from flashoptim_hf.kernels import eager, fused
 
 LANE = np.arange(32, dtype=np.uint32)
 WIDTHS = {"%rd": np.uint64, "%rs": np.uint16, "%p": np.bool_, "q": np.bool_}
@@ -327,6 +329,14 @@ class Launcher:
     def __init__(self, ptx: str) -> None:
         self.ptx = ptx
         self.programs = self.steps = 0
+
+    def beside_eager(self, start: Any) -> tuple[Any, Any]:
+        """A page after a step of what was compiled, and after one of the eager path."""
+        fast, slow = start.clone(), start.clone()
+        with patch.object(fused, "page_kernel", self):
+            fused.update_page(fast.planes, fast.segments, fast.fmt, skip=torch.zeros(()))
+        eager.update_page(slow.planes, slow.segments, slow.fmt)
+        return fast, slow
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(codes: Sequence[Tensor], *others: Tensor | int | None, **options: Any) -> None:  # noqa: ARG001

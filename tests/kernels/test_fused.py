@@ -12,7 +12,6 @@ from tests.interpreted import run_interpreted
 pytest.importorskip("triton")
 
 from flashoptim_hf.bench import kernels
-from flashoptim_hf.kernels import eager, fused
 from tests.kernels import fused_interpreted as cases
 from tests.kernels.ptx import compiled
 
@@ -32,17 +31,11 @@ def test_the_fused_kernel_equals_the_eager_path() -> None:
         (torch.bfloat16, 24, "joint", True),
     ],
 )
-def test_what_is_compiled_equals_the_eager_path(
-    param: torch.dtype, bits: int, codec: str, dither: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_compiled_equals_the_eager_path(param: torch.dtype, bits: int, codec: str, dither: bool) -> None:
     """What Triton's interpreter does not know: instructions of four elements at a time, and entries that several threads write."""
     launcher = compiled(kernels.Variant(kernels.rules()["adamw"], codec, param, bits, dither))
     start = cases.page((33, 512, 577), dtype=param, bits=bits, codec=codec, dither=dither)
-    fast, slow = start.clone(), start.clone()
-    with monkeypatch.context() as patch:
-        patch.setattr(fused, "page_kernel", launcher)
-        fused.update_page(fast.planes, fast.segments, fast.fmt, skip=torch.zeros(()))
-    eager.update_page(slow.planes, slow.segments, slow.fmt)
+    fast, slow = launcher.beside_eager(start)
     assert launcher.programs == 4
     cases.assert_same_weights(fast, slow, start)
     cases.assert_untouched(start, fast)

@@ -12,7 +12,7 @@ from tests.interpreted import run_interpreted
 pytest.importorskip("triton")
 
 from flashoptim_hf.bench import kernels, sass
-from flashoptim_hf.kernels import eager, fused
+from flashoptim_hf.kernels import fused
 from tests.kernels import learned_interpreted as cases
 from tests.kernels.ptx import compiled
 
@@ -24,15 +24,11 @@ def test_the_fused_kernel_equals_the_eager_path() -> None:
 
 
 @pytest.mark.parametrize("dither", [True, False], ids=["dither", "nearest"])
-def test_what_is_compiled_equals_the_eager_path(dither: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_equals_the_eager_path(dither: bool) -> None:
     """Tables in the registers of a warp are what Triton's interpreter does not know."""
     launcher = compiled(kernels.Variant(kernels.rules()["adamw"], "learned", torch.bfloat16, 24, dither))
     start = cases.taught((33, 512, 577), dtype=torch.bfloat16, bits=24, dither=dither)
-    fast, slow = start.clone(), start.clone()
-    with monkeypatch.context() as patch:
-        patch.setattr(fused, "page_kernel", launcher)
-        fused.update_page(fast.planes, fast.segments, fast.fmt, skip=torch.zeros(()))
-    eager.update_page(slow.planes, slow.segments, slow.fmt)
+    fast, slow = launcher.beside_eager(start)
     assert launcher.programs == 4
     cases.assert_same_states(fast, slow)
     cases.assert_untouched(start, fast)
