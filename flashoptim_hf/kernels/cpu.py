@@ -176,7 +176,7 @@ def launch(
         int(fmt.codec.dither),
         1.0 if inv_scale is None else float(inv_scale),
         torch.get_num_threads(),
-        best_isa() if isa is None else isa,
+        best_isa(FUNCTIONS[fmt.rule.name, fmt.codec.name][0]) if isa is None else isa,
     )
     return partial(_run, function, arguments, skip, *keeps)
 
@@ -212,8 +212,8 @@ def _function(rule: str, codec: str) -> Callable[..., None]:
 
 
 @cache
-def best_isa() -> int:
-    """The widest instruction set that the processor has: 2 AVX-512, 1 AVX2, 0 what the compiler targets. Needs the library."""
-    loaded = library()
+def best_isa(name: str = "_cpu_adamw") -> int:
+    """The widest instruction set that the processor has: 2 AVX-512, 1 AVX2, 0 what the compiler targets. Asks a library that was built."""
+    loaded = library(name)
     assert loaded is not None
     return int(loaded.flashoptim_isa())

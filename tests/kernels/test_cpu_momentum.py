@@ -170,3 +170,18 @@ def test_what_it_serves():
     assert not cpu.supports(Format(plain, get_codec("square", plain.states), 24))
     assert len(lion.RULE.hyper) == 6  # as LION_WIDTH and SGD_WIDTH in momentum.c
     assert len(sgd.RULE.hyper) == 7
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="the compiled library was not built: no C compiler")
+def test_one_library_does_not_need_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is optional when the package is installed, so that one may be there alone."""
+    library = cpu.library
+    monkeypatch.setattr(cpu, "library", lambda name="_cpu_adamw": library(name) if name == "_cpu_momentum" else None)
+    cpu.best_isa.cache_clear()
+    try:
+        param = torch.nn.Parameter(torch.ones(100))
+        param.grad = torch.ones(100)
+        lion.FlashLion([param], lr=0.5, kernel="cpu").step()
+        assert torch.equal(param.detach(), torch.full((100,), 0.5))
+    finally:
+        cpu.best_isa.cache_clear()
