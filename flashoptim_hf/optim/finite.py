@@ -72,11 +72,12 @@ class Guard:
         Raises:
             FloatingPointError: policy "raise" and a gradient that is not finite.
         """
-        if self.policy != "off" and found_inf is None and not gradients.roster.sharded:
-            spans = gradients.by_device()
-            if len(spans) == 1 and known_at_once(spans[0][0]) and self._in_c(spans[0][0]):
-                return self._decide(_any_too_large(spans[0][1]))  # no tensor is made for what is known here
-        flags = self.look(gradients) if self.policy != "off" else {}
+        parts = gradients.by_device() if self.policy != "off" else []
+        if len(parts) == 1 and found_inf is None and not gradients.roster.sharded:
+            device, spans = parts[0]
+            if known_at_once(device) and self._in_c(device):
+                return self._decide(_any_too_large(spans))  # no tensor is made for what is known here
+        flags = self._flags(parts)
         if found_inf is not None:
             home = found_inf.device
             flags[home] = flags.get(home, torch.zeros((), device=home)) + found_inf.reshape(()).float()
@@ -139,8 +140,11 @@ class Guard:
 
     def look(self, spans: Spans) -> dict[torch.device, Tensor]:
         """For each device where there are gradients: 1 if one of them is not finite, else 0, fp32, 0-dim, there."""
+        return self._flags(spans.by_device())
+
+    def _flags(self, parts: Sequence[tuple[torch.device, Spans]]) -> dict[torch.device, Tensor]:
         flags = {}
-        for device, mine in spans.by_device():
+        for device, mine in parts:
             look = select.look_for(device, self.kernel)
             if look is not None:
                 flags[device] = look(mine.addresses, mine.numels, mine.codes, device)

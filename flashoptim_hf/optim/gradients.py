@@ -1,7 +1,7 @@
 """The gradients of a step as the kernels need them: contiguous, in a dtype that they read, and their addresses in one array.
 
 Gradients are new tensors at every step of a usual loop, so nothing about them is remembered from one step to the next: what is read here
-is read anew, for all of them by a few passes that run in C (`map` over a method of tensors).
+is read anew: for all of them in one call where `kernels.tensors` can be had, else by a few passes (`map` over a method of tensors).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -424,20 +425,27 @@ def test_frozen_parameters_only_are_said_once() -> None:
         optimizer.step()
 
 
+def after_steps(sizes: tuple[int, ...], options: dict[str, Any], gradient: Callable[[int, Tensor, int], Tensor]) -> list[Tensor]:
+    """Weights after five steps; `gradient` says which: (number of the parameter, parameter, step)."""
+    params = [nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = FlashAdamW(params, lr=1e-2, **options)
+    for step in range(5):
+        for number, param in enumerate(params):
+            param.grad = gradient(number, param, step)
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
 @pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"gradient_release": True}], ids=["compiled", "eager", "released"])
 def test_what_torch_negates_when_it_is_read_is_negated(options: dict[str, Any], as_bits: Callable) -> None:
     """Also where it comes after gradients of the same kind that are not."""
-    results = []
-    for negate in (torch._neg_view, torch.neg):
-        params = [nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(1))]
-        optimizer = FlashAdamW(params, lr=1e-2, **options)
-        for step in range(1, 6):
-            for param in params:
-                value = torch.full_like(param, float(step))
-                param.grad = value if step in (1, 4) else negate(value)
-            optimizer.step()
-        results.append(as_bits([param.detach() for param in params]))
-    assert results[0] == results[1]
+
+    def gradient(negate: Callable[[Tensor], Tensor], number: int, param: Tensor, step: int) -> Tensor:  # noqa: ARG001
+        value = torch.full_like(param, step + 1.0)
+        return value if step in (0, 3) else negate(value)
+
+    kinds = [partial(gradient, negate) for negate in (torch._neg_view, torch.neg)]
+    assert as_bits(after_steps((70, 1), options, kinds[0])) == as_bits(after_steps((70, 1), options, kinds[1]))
     assert not Likeness([torch.ones(3)]).holds([torch._neg_view(torch.ones(3))])
 
 
@@ -551,16 +559,11 @@ def test_parameters_without_memory_are_refused() -> None:
 @pytest.mark.usefixtures("likeness")
 @pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"gradient_release": True}], ids=["compiled", "eager", "released"])
 def test_zeros_that_torch_does_not_write_out_are_zeros(options: dict[str, Any], as_bits: Callable) -> None:
-    results = []
-    for zeros in (torch._efficientzerotensor, torch.zeros):
-        params = [nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(5))]
-        optimizer = FlashAdamW(params, lr=1e-2, **options)
-        for step in range(5):
-            for param in params:
-                param.grad = zeros(param.shape) if param is params[1] and step in (0, 2, 3) else torch.ones_like(param)
-            optimizer.step()
-        results.append(as_bits([param.detach() for param in params]))
-    assert results[0] == results[1]
+    def gradient(zeros: Callable[..., Tensor], number: int, param: Tensor, step: int) -> Tensor:
+        return zeros(param.shape) if number == 1 and step in (0, 2, 3) else torch.ones_like(param)
+
+    kinds = [partial(gradient, zeros) for zeros in (torch._efficientzerotensor, torch.zeros)]
+    assert as_bits(after_steps((70, 5), options, kinds[0])) == as_bits(after_steps((70, 5), options, kinds[1]))
 
 
 @pytest.mark.usefixtures("likeness")
